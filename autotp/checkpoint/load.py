@@ -1,0 +1,158 @@
+"""Filling a model that is still on meta with this rank's part of a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import TPGroup
+from ..errors import CheckpointError
+from ..shard import Shard
+from .names import match_names, tie_names
+from .source import WeightSource
+
+DtypeExceptions = Sequence[tuple[re.Pattern, torch.dtype]]
+
+
+class PlanLike(Protocol):
+    """What is needed of a plan: the slices, and the names that are one tensor."""
+
+    @property
+    def shards(self) -> dict[str, Shard]: ...
+
+    @property
+    def tied(self) -> tuple[tuple[str, ...], ...]: ...
+
+
+def fill_from_source(
+    model: nn.Module,
+    plan: PlanLike,
+    source: WeightSource,
+    group: TPGroup,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Give every parameter on meta this rank's part of `source`, and every persistent buffer its value.
+
+    The modules' forwards are left alone: this only turns names into memory. Each tensor is read, cut, converted and moved
+    by itself, so the rank's part and one tensor are all that exists at a time. Names that were one Parameter, or that the
+    plan ties, are one Parameter afterwards; `requires_grad` is kept.
+
+    Args:
+        model: parameters on meta, in their full shapes; buffers that the checkpoint does not hold must be real.
+        plan: `shards` by full parameter name (a name that is absent is whole on every rank) and `tied` groups of names.
+        source: the weights; its `digest`, where it has one, must agree on all ranks.
+        group: the ranks; what fails on one of them raises on all.
+        dtype: of floating-point parameters; None keeps each one's own. What transformers keeps in float32 stays there.
+        device: where the parts go; the group's device by default.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the model (nothing was changed), or ranks see different ones.
+    """
+    device = device or group.device
+    group.arrive("reading a checkpoint")
+    with group.together("checking the checkpoint"):
+        keys = match_names(model, source, plan.tied)
+        ties = tie_names(model, plan.tied)
+        _check_shards(model, plan)
+        _check_buffers(model, keys)
+    digests = group.gather_objects(source.digest() if hasattr(source, "digest") else "")  # type: ignore[attr-defined]
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise CheckpointError(f"TP rank(s) {others} see another checkpoint than rank 0 does: give all ranks the same directory")
+    with group.together("reading the checkpoint"), torch.no_grad():
+        keep = _dtype_exceptions(model, dtype)
+        state = model.state_dict(keep_vars=True)
+        done: set[str] = set()
+        for name in keys:
+            if name in done:
+                continue
+            names = ties[name]
+            done.update(names)
+            if keys[name]:
+                wanted = _wanted_dtype(state[name], name, dtype, keep)
+                shard = next((plan.shards[n] for n in names if n in plan.shards), None)
+                local = _read_tied(source, keys[name], shard, group.tp_rank, wanted, device)
+                _place(model, names, state[name], local)
+        _move_buffers(model, device)
+
+
+def _read_tied(source: WeightSource, keys: Sequence[str], shard: Shard | None, rank: int, dtype: torch.dtype, device) -> Tensor:
+    """The part of a tensor that the checkpoint holds under one name or several, which must then be equal.
+
+    Raises:
+        CheckpointError: the model ties them, the checkpoint does not.
+    """
+    local = source.read(keys[0], shard, rank, dtype, device)
+    for other in keys[1:]:
+        if not torch.equal(local, source.read(other, shard, rank, dtype, device)):
+            raise CheckpointError(
+                f"the model ties '{keys[0]}' and '{other}', but the checkpoint holds different values for them. "
+                f"Set tie_word_embeddings=false in config.json, or load it with transformers and call autotp.parallelize."
+            )
+    return local
+
+
+def _place(model: nn.Module, names: Sequence[str], old: Tensor, local: Tensor) -> None:
+    """Put `local` where `old` was, under all its names: one new Parameter, or the buffer's own memory where it has any."""
+    if not isinstance(old, nn.Parameter) and not old.is_meta and old.shape == local.shape:
+        local = old.copy_(local)
+    new = nn.Parameter(local, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else local
+    for name in names:
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        table: dict[str, Any] = module._parameters if own in module._parameters else module._buffers
+        table[own] = new
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def _check_shards(model: nn.Module, plan: PlanLike) -> None:
+    state = model.state_dict(keep_vars=True)
+    for name, shard in plan.shards.items():
+        if name not in state or tuple(state[name].shape) != shard.shape:
+            held = list(state[name].shape) if name in state else "not there"
+            raise CheckpointError(
+                f"the plan cuts '{name}' of shape {list(shard.shape)}, which is {held} in {type(model).__name__}. "
+                f"Make the plan from this model's config."
+            )
+
+
+def _check_buffers(model: nn.Module, keys: dict[str, tuple[str, ...]]) -> None:
+    """Raise if something would stay on meta: a tensor that no checkpoint holds has no value to take."""
+    read = {name for name, found in keys.items() if found}
+    everything = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    empty = [name for name, tensor in everything if tensor.is_meta and name not in read]
+    if empty:
+        raise CheckpointError(
+            f"{', '.join(empty[:8])} of {type(model).__name__} would be left without values: the checkpoint does not hold "
+            f"them and they were not computed. "
+            f"Load the model with transformers' from_pretrained, then call autotp.parallelize on it."
+        )
+
+
+def _dtype_exceptions(model: nn.Module, dtype: torch.dtype | None) -> DtypeExceptions:
+    """Name patterns of what transformers keeps in a wider dtype than the one asked for."""
+    names = set()
+    if dtype == torch.float16:
+        names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if dtype in (torch.float16, torch.bfloat16):
+        names |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    patterns = [re.escape(name).replace(r"\*", ".*") for name in sorted(names)]
+    return [(re.compile(rf"(^|\.){pattern}(\.|$)"), torch.float32) for pattern in patterns]
+
+
+def _wanted_dtype(tensor: Tensor, name: str, dtype: torch.dtype | None, keep: DtypeExceptions) -> torch.dtype:
+    """Floating-point parameters take `dtype`; buffers and integers keep their own."""
+    if dtype is None or not tensor.is_floating_point() or not isinstance(tensor, nn.Parameter):
+        return tensor.dtype
+    return next((wide for pattern, wide in keep if pattern.search(name)), dtype)

@@ -1,0 +1,252 @@
+"""fill_from_source: each rank's part of a checkpoint, bitwise, into a model on meta; faults before anything changes."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.initialization import no_init_weights
+
+from autotp.checkpoint.load import fill_from_source
+from autotp.checkpoint.source import SINGLE_NAME, ModuleSource, SafetensorsSource
+from autotp.comm import TPGroup
+from autotp.errors import AutoTPError, CheckpointError
+from autotp.shard import Shard
+
+CPU = torch.device("cpu")
+SMALL = dict(hidden_size=16, intermediate_size=25, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+
+
+def config(**overrides) -> LlamaConfig:
+    return LlamaConfig(**{**SMALL, "vocab_size": 37, **overrides})
+
+
+def on_meta(settings: LlamaConfig) -> LlamaForCausalLM:
+    """The model with its parameters on meta and its buffers real, as from_pretrained builds it."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        return LlamaForCausalLM(settings)
+
+
+def cut_llama(model: nn.Module, tp_size: int) -> SimpleNamespace:
+    """What `fill_from_source` needs of a plan: uneven cuts, the odd vocabulary's too."""
+    shards = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.dim() == 2:
+            dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+            shards[name] = Shard.even(tensor.shape, dim, tp_size)
+    tied = (("model.embed_tokens.weight", "lm_head.weight"),) if model.config.tie_word_embeddings else ()
+    return SimpleNamespace(shards=shards, tied=tied)
+
+
+def check_filled(group, path, tied):
+    """On each rank: every parameter is the rank's part of what the file holds, ties and requires_grad kept."""
+    model = on_meta(config(tie_word_embeddings=tied))
+    model.model.norm.weight.requires_grad_(False)
+    plan, group = cut_llama(model, dist.get_world_size(group)), TPGroup(group, CPU)
+    fill_from_source(model, plan, SafetensorsSource(path), group)
+    stored = load_file(f"{path}/{SINGLE_NAME}")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    for name, value in model.state_dict(keep_vars=True).items():
+        full = stored[name if name in stored else "model.embed_tokens.weight"]
+        expected = plan.shards[name].split(full, group.tp_rank) if name in plan.shards else full
+        assert isinstance(value, nn.Parameter) and not value.is_meta and torch.equal(value, expected), name
+        assert value.is_contiguous() and value.requires_grad == (name != "model.norm.weight")
+    return [tuple(model.lm_head.weight.shape), str(model.model.rotary_emb.inv_freq.device)]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_gets_its_part(ranks, tmp_path, tied, size):
+    LlamaForCausalLM(config(tie_word_embeddings=tied)).save_pretrained(tmp_path)
+    shapes = ranks.run(check_filled, str(tmp_path), tied, size=size)
+    assert [shape[0][0] for shape in shapes] == [19, 18] if size == 2 else [13, 12, 12]
+
+
+def alone() -> TPGroup:
+    return TPGroup(None, CPU)
+
+
+def whole(tied=()) -> SimpleNamespace:
+    return SimpleNamespace(shards={}, tied=tied)
+
+
+def test_one_rank_is_the_plain_model(tmp_path):
+    model = LlamaForCausalLM(config()).eval()
+    model.save_pretrained(tmp_path)
+    loaded = on_meta(config()).eval()
+    fill_from_source(loaded, whole(), SafetensorsSource(tmp_path), alone())
+    ids = torch.arange(12).view(2, 6)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_from_a_module_in_memory():
+    model, loaded = LlamaForCausalLM(config()), on_meta(config())
+    fill_from_source(loaded, whole(), ModuleSource(model), alone())
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+    assert loaded.lm_head.weight.data_ptr() != model.lm_head.weight.data_ptr()
+
+
+def test_dtype_is_converted_while_reading(tmp_path):
+    model = LlamaForCausalLM(config()).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    kept, halved = on_meta(config()), on_meta(config())
+    halved._keep_in_fp32_modules_strict = {"norm"}
+    fill_from_source(kept, whole(), SafetensorsSource(tmp_path), alone())
+    fill_from_source(halved, whole(), SafetensorsSource(tmp_path), alone(), dtype=torch.bfloat16)
+    assert kept.lm_head.weight.dtype == torch.float32 and torch.equal(kept.lm_head.weight, model.lm_head.weight.float())
+    assert halved.lm_head.weight.dtype == torch.bfloat16 and torch.equal(halved.lm_head.weight, model.lm_head.weight)
+    assert halved.model.norm.weight.dtype == torch.float32
+    assert halved.model.layers[0].input_layernorm.weight.dtype == torch.bfloat16
+    assert halved.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+class Buffered(nn.Module):
+    """A parameter, a persistent buffer (one tensor under two names) and one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.register_buffer("scale", torch.zeros(4))
+        self.register_buffer("alias", self.scale)
+        self.register_buffer("steps", torch.arange(4), persistent=False)
+
+
+def test_persistent_buffers_are_read_and_keep_their_object(tmp_path):
+    model = Buffered()
+    model.linear.to("meta")
+    state = {"linear.weight": torch.randn(4, 3), "linear.bias": torch.randn(4), "scale": torch.randn(4)}
+    save_file(state, tmp_path / SINGLE_NAME)
+    before = model.scale
+    fill_from_source(model, whole(), SafetensorsSource(tmp_path), alone(), dtype=torch.bfloat16)
+    assert model.scale is before and model.alias is before and torch.equal(before, state["scale"])
+    assert model.steps.tolist() == [0, 1, 2, 3] and model.linear.weight.dtype == torch.bfloat16
+
+
+def check_unchanged(model, source, plan, *words):
+    with pytest.raises(CheckpointError) as caught:
+        fill_from_source(model, plan, source, alone())
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_faults_are_found_before_anything_changes(tmp_path):
+    LlamaForCausalLM(config()).save_pretrained(tmp_path)
+    source = SafetensorsSource(tmp_path)
+    check_unchanged(on_meta(config(vocab_size=38)), source, whole(), "lm_head.weight", "[37, 16]", "[38, 16]")
+    check_unchanged(on_meta(config(num_hidden_layers=3)), source, whole(), "lacks", "model.layers.2", "and 1 more")
+    check_unchanged(on_meta(config(num_hidden_layers=1)), source, whole(), "holds", "model.layers.1", "does not have")
+    plan = whole()
+    plan.shards["lm_head.weight"] = Shard.even((38, 16), 0, 1)
+    check_unchanged(on_meta(config()), source, plan, "lm_head.weight", "[38, 16]", "[37, 16]")
+    plan.shards = {"lm_tail.weight": Shard.even((38, 16), 0, 1)}
+    check_unchanged(on_meta(config()), source, plan, "lm_tail.weight", "not there")
+    model = on_meta(config())
+    model.model.rotary_emb.to("meta")
+    check_unchanged(model, source, whole(), "rotary_emb.inv_freq", "without values")
+
+
+def test_tied_model_but_untied_checkpoint(tmp_path):
+    LlamaForCausalLM(config()).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"ties .* different values .* tie_word_embeddings=false"):
+        fill_from_source(on_meta(config(tie_word_embeddings=True)), whole(), SafetensorsSource(tmp_path), alone())
+
+
+def fill_from_own_directory(group, paths):
+    group = TPGroup(group, CPU)
+    model = on_meta(config())
+    try:
+        fill_from_source(model, cut_llama(model, group.tp_size), SafetensorsSource(paths[group.tp_rank]), group)
+    except AutoTPError as error:
+        assert all(param.is_meta for param in model.parameters())
+        return str(error)
+    return ""
+
+
+def test_a_fault_on_one_rank_raises_on_all(ranks, tmp_path):
+    LlamaForCausalLM(config()).save_pretrained(tmp_path / "good")
+    LlamaForCausalLM(config(vocab_size=38)).save_pretrained(tmp_path / "other")
+    LlamaForCausalLM(config()).save_pretrained(tmp_path / "split", max_shard_size="8KB")
+    good, other = ranks.run(fill_from_own_directory, [str(tmp_path / "good"), str(tmp_path / "other")])
+    assert re.search(r"rank\(s\) \[1\].*lm_head", good) and "[38, 16]" in other
+    messages = ranks.run(fill_from_own_directory, [str(tmp_path / "good"), str(tmp_path / "split")])
+    assert all(re.search(r"rank\(s\) \[1\] see another checkpoint", message) for message in messages)
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------------
+
+
+def read_anonymous_bytes() -> int:
+    """Anonymous memory of this process: its heap, not the pages of files that it has mapped."""
+    return int(re.search(r"Anonymous:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text())[1]) * 1024  # type: ignore[index]
+
+
+def measure_load(path: str, port: str, rank: str) -> None:
+    """One rank of two: load, and print the peak of anonymous memory over what the imported process had."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=2)
+    model = on_meta(LlamaConfig.from_pretrained(path))
+    plan, group = cut_llama(model, 2), TPGroup(dist.group.WORLD, CPU)
+    before = peak = read_anonymous_bytes()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, read_anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    fill_from_source(model, plan, SafetensorsSource(path), group)
+    done.set()
+    watcher.join()
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    print(json.dumps({"peak": max(peak, read_anonymous_bytes()) - before, "held": held}))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="needs Linux's smaps_rollup")
+def test_memory_is_the_shard_and_one_tensor(tmp_path):
+    """Of a 470 MB model at TP=2, no rank may hold more than its part, the largest tensor and 60 MB: the whole would not fit."""
+    settings = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=8000,
+    )
+    with no_init_weights():
+        model = LlamaForCausalLM(settings)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(tmp_path)
+    del model
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, __file__, str(tmp_path), port]
+    ranks = [subprocess.Popen([*command, str(r)], env=env, stdout=subprocess.PIPE, text=True) for r in range(2)]
+    for process in ranks:
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        measured = json.loads(out.splitlines()[-1])
+        allowed = measured["held"] + largest + 60e6
+        assert measured["held"] < total * 0.51 and allowed < total
+        assert measured["held"] <= measured["peak"] < allowed, (measured, largest, total)
+
+
+if __name__ == "__main__":
+    measure_load(*sys.argv[1:])
