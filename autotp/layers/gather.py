@@ -1,0 +1,282 @@
+"""Whole weights out of shards, and shards out of whole weights.
+
+| function | what appears | where |
+|---|---|---|
+| `GatherReplacedLayerParams` | the named parameters, whole, inside a `with` | on every rank |
+| `iterate_full_tensors` | every tensor of the state dict, one at a time | on rank 0 |
+| `full_state_dict` | all of them, on the CPU | on rank 0 |
+| `load_full_state_dict` | shards of rank 0's whole tensors | on every rank |
+
+All are collective. Arrival is agreed through the group's store before any collective, so a rank that stays away, rank 0
+included, is named within the group's timeout instead of leaving the others waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import TPGroup
+from ..errors import GatherError
+from ..shard import Shard
+from .base import TensorParallel_Layer, check_usable, holder_of, sharded_modules
+from .stream import (
+    check_same_names,
+    find_tied_names,
+    full_state_dict,
+    hash_names,
+    is_gathered,
+    iterate_full_tensors,
+    load_full_state_dict,
+    map_sharded,
+)
+
+__all__ = ["GatherReplacedLayerParams", "find_tied_names", "full_state_dict", "iterate_full_tensors", "load_full_state_dict"]
+
+_END = "the end of GatherReplacedLayerParams"
+Place = tuple[nn.Module, str]  # a module and the name of one of its parameters or buffers
+
+
+@dataclass
+class _Whole:
+    """One sharded tensor while it is whole: what it was, what it became, and where it sits."""
+
+    tensor: Tensor
+    name: str
+    group: TPGroup
+    shard: Shard
+    local: Tensor
+    places: list[Place]
+    digest: int = 0
+    forwards: list[tuple[nn.Module, Any]] = field(default_factory=list)  # instance forwards that the refusal stands in for
+
+
+class GatherReplacedLayerParams:
+    """Inside the `with`, the sharded tensors among `params` are whole on every rank.
+
+    On exit the shards return to the storage they had (a flat-buffer optimizer keeps working on it). What the body changed
+    is split into it again; every rank must make the same change. An exception inside restores the shards and writes
+    nothing back. `.grad` is left alone, state dicts taken inside stay valid, and contexts may be nested. A forward
+    through a module whose tensors are whole raises.
+
+    Args:
+        params: one tensor, or an iterable of tensors; those that are not sharded are left as they are.
+        module: the module they belong to; shards of other parallelized models are found too.
+        enabled: False does nothing.
+
+    Raises:
+        GatherError: nothing was given for a module that has sharded parameters; a rank did not come, or gave other
+            parameters; ranks changed a tensor differently, or gave it another shape.
+    """
+
+    def __init__(self, params: Tensor | Iterable[Tensor], module: nn.Module, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self._whole: list[_Whole] = []
+        self._groups: list[TPGroup] = []
+        if not enabled:
+            return
+        self._module = module
+        self._params = [params] if isinstance(params, Tensor) else list(params)
+        for param in self._params:
+            if not isinstance(param, Tensor):
+                raise GatherError(
+                    f"expected parameters, got {type(param).__name__}: pass module.parameters(), say"
+                )
+        if not self._params and any(layer.shards for _, layer in sharded_modules(module)):
+            raise GatherError(
+                f"no parameters were given for {type(module).__name__}, which has sharded parameters, so nothing would be "
+                f"gathered. Pass module.parameters() (a used-up generator is empty, as is a container with recurse=False)."
+            )
+
+    def __enter__(self) -> GatherReplacedLayerParams:
+        if not self.enabled:
+            return self
+        check_usable(self._module)
+        self._whole = _find_sharded(self._params, self._module)
+        self._groups = list(dict.fromkeys(whole.group for whole in self._whole))
+        for group in self._groups:
+            names = [whole.name for whole in self._whole if whole.group is group]
+            check_same_names(group.arrive("GatherReplacedLayerParams", hash_names(names)), group, "GatherReplacedLayerParams")
+        done: list[_Whole] = []
+        try:
+            for whole in self._whole:
+                full = whole.group.all_gather(whole.local, whole.shard)
+                whole.tensor.data = full
+                done.append(whole)
+                _refuse_forwards(whole)
+            for whole, digest in zip(self._whole, _digest([whole.tensor for whole in self._whole]), strict=True):
+                whole.digest = digest
+        except BaseException:
+            for whole in done:
+                _restore(whole)
+            raise
+        return self
+
+    def __exit__(self, exc_type: Any, exc: BaseException | None, traceback: Any) -> None:
+        wholes, groups = self._whole, self._groups
+        self._whole, self._groups = [], []
+        values: list[Tensor] = []
+        digests: list[int] = []
+        try:
+            if exc is None:
+                values = [_current_value(whole) for whole in wholes]
+                digests = _digest(values)
+        except BaseException as raised:
+            exc = raised
+            raise
+        finally:
+            for whole in wholes:
+                _restore(whole)
+            for group in groups if exc is not None else ():  # told, not waited for: the others may never get here
+                group.arrive(_END, f"error {type(exc).__name__}: {exc}", wait=False)
+        if exc is not None:
+            return
+        changed = {id(w): (v, d) for w, v, d in zip(wholes, values, digests, strict=True) if d != w.digest}
+        for group in groups:
+            mine = [whole for whole in wholes if whole.group is group]
+            note = ",".join(f"{i}:{changed[id(w)][1]:x}" for i, w in enumerate(mine) if id(w) in changed)
+            _check_same_changes(group.arrive(_END, note), mine)
+        with torch.no_grad():
+            for whole in wholes:
+                if id(whole) in changed:  # through the Parameter, so that autograd notices
+                    whole.tensor.copy_(whole.shard.split(changed[id(whole)][0], whole.group.tp_rank))
+
+
+# -- finding what is sharded --------------------------------------------------------------------------------------------
+
+
+def _find_sharded(params: Iterable[Tensor], module: nn.Module) -> list[_Whole]:
+    """The sharded tensors among `params` that no outer context holds whole already, each once."""
+    sharded = map_sharded(module)
+    roots = [module]
+    found: dict[int, _Whole] = {}
+    for param in params:
+        if id(param) not in sharded:
+            held = holder_of(param)
+            if held is not None and isinstance(held[0], TensorParallel_Layer):
+                sharded.update(map_sharded(held[0]))
+                roots.append(held[0])
+        if id(param) in found or id(param) not in sharded or is_gathered(param, sharded):
+            continue
+        layer, name, full_name = sharded[id(param)]
+        found[id(param)] = _Whole(param, full_name, layer.tp, layer.shards[name], param.data, [])
+    for root in dict.fromkeys(roots):
+        for child in root.modules():
+            for table in (child._parameters, child._buffers):
+                for name, tensor in table.items():
+                    if id(tensor) in found and (child, name) not in found[id(tensor)].places:
+                        found[id(tensor)].places.append((child, name))
+    return list(found.values())
+
+
+# -- making whole, and back ---------------------------------------------------------------------------------------------
+
+
+def _raise_gathered(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise GatherError(
+        f"'{name}' is whole inside GatherReplacedLayerParams, so its module can't run: its forward needs the shard. "
+        f"Run the model after the `with` block."
+    )
+
+
+def _refuse_forwards(whole: _Whole) -> None:
+    """Note on each module that holds the tensor that it is whole, and make its forward raise: no cost outside contexts."""
+    for module, name in whole.places:
+        module.__dict__.setdefault("gathered", set()).add(name)
+        whole.forwards.append((module, module.__dict__.get("forward")))
+        module.__dict__["forward"] = partial(_raise_gathered, whole.name)
+
+
+def _restore(whole: _Whole) -> None:
+    """Put the tensor object, its shard and the modules' forwards back as they were."""
+    whole.tensor.data = whole.local
+    for module, name in whole.places:
+        table = module._buffers if name in module._buffers else module._parameters
+        table[name] = whole.tensor  # type: ignore[assignment]
+    for module, name in whole.places:
+        gathered = module.__dict__.get("gathered", set())
+        gathered.discard(name)
+        if not gathered:
+            module.__dict__.pop("gathered", None)
+    for module, forward in reversed(whole.forwards):
+        module.__dict__.pop("forward", None)
+        if forward is not None:
+            module.__dict__["forward"] = forward
+    whole.forwards.clear()
+
+
+def _current_value(whole: _Whole) -> Tensor:
+    """The whole value that the body leaves: the tensor's own, or that of another Parameter put in its place."""
+    value = whole.tensor.detach()
+    for module, name in whole.places:
+        now = getattr(module, name, None)
+        if now is not whole.tensor:
+            if not isinstance(now, Tensor):
+                raise GatherError(f"'{whole.name}' was removed inside GatherReplacedLayerParams: nothing can be split again")
+            value = now.detach()
+    if tuple(value.shape) != whole.shard.shape:
+        raise GatherError(
+            f"'{whole.name}' has shape {tuple(value.shape)} at the end of GatherReplacedLayerParams, but its shard describes "
+            f"{whole.shard.shape}. Keep its shape, or resize the model before parallelizing it. The shards are as they were."
+        )
+    return value
+
+
+def _digest(tensors: list[Tensor]) -> list[int]:
+    """A number for each tensor's bits; writes through `.data` and numpy are seen too, as version counters would not."""
+    sums = [_weigh(tensor.detach()) for tensor in tensors]
+    by_device: dict[torch.device, list[int]] = {}
+    for i, value in enumerate(sums):
+        by_device.setdefault(value.device, []).append(i)
+    out = [0] * len(tensors)
+    for indices in by_device.values():
+        for i, number in zip(indices, torch.stack([sums[i] for i in indices]).tolist(), strict=True):
+            out[i] = number & (2**64 - 1)
+    return out
+
+
+def _weigh(tensor: Tensor) -> Tensor:
+    """Row sums and column sums of the bits, each weighted by its place: int64 scalar, equal on all ranks."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    tensor = tensor.contiguous()
+    bits = tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    bits = bits.reshape(-1, bits.shape[-1]) if bits.dim() > 1 else bits.reshape(1, -1)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for dim, salt in ((0, 0x9E3779B97F4A7C1), (1, 0x2545F4914F6CDD1)):
+        sums = bits.sum(dim, dtype=torch.int64)
+        places = torch.arange(1, sums.numel() + 1, device=tensor.device)
+        mixed = (sums ^ (sums >> 29)) * (places * salt | 1)
+        total = total + (mixed ^ (mixed >> 31)).sum()
+    return total
+
+
+# -- agreement ----------------------------------------------------------------------------------------------------------
+
+
+def _check_same_changes(notes: list[str], wholes: list[_Whole]) -> None:
+    """Raise if a rank failed, or if the ranks leave different values."""
+    failed = [rank for rank, note in enumerate(notes) if note.startswith("error ")]
+    if failed:
+        raise GatherError(
+            f"TP rank(s) {failed} left GatherReplacedLayerParams with {notes[failed[0]].removeprefix('error ')}; "
+            f"the shards are as they were, and nothing was written back on any rank"
+        )
+    if all(note == notes[0] for note in notes):
+        return
+    changes = [dict(part.split(":") for part in note.split(",") if part) for note in notes]
+    for i, whole in enumerate(wholes):
+        seen = [change.get(str(i)) for change in changes]
+        if any(value != seen[0] for value in seen):
+            changed = [rank for rank, value in enumerate(seen) if value is not None]
+            same = [rank for rank, value in enumerate(seen) if value is None]
+            rest = f"rank(s) {same} did not" if same else "not to the same values"
+            raise GatherError(
+                f"TP rank(s) {changed} changed '{whole.name}' inside GatherReplacedLayerParams, {rest}. Make the same change on "
+                f"every rank (broadcast it first, say). The shards are as they were."
+            )

@@ -1,0 +1,186 @@
+"""Every tensor of a sharded model, whole and one at a time: to rank 0, and from it.
+
+Collective. Arrival is agreed through the group's store before any collective, so a rank that stays away, rank 0
+included, is named within the group's timeout instead of leaving the others waiting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import TPGroup
+from ..errors import GatherError
+from .base import TensorParallel_Layer, check_usable, find_group, sharded_modules
+
+
+def iterate_full_tensors(model: nn.Module) -> Generator[tuple[str, Tensor | None], None, None]:
+    """`(name, whole tensor)` of the state dict's tensors, in its order: whole on rank 0, None on the other ranks.
+
+    The streaming primitive under `full_state_dict` and saving: one whole tensor exists at a time. Persistent buffers and
+    frozen parameters are included; a tied tensor comes once, under its first name (`find_tied_names` tells the others).
+    Tensors that were never sharded come as they are, not copied. Collective: every rank must consume it to the end;
+    close it (`contextlib.closing`) where the loop may raise, and the other ranks are told at once.
+
+    Raises:
+        GatherError: a rank did not come, stopped early, or has other names.
+    """
+    check_usable(model)
+    group = find_group(model)
+    sharded = map_sharded(model)
+    state = _state_tensors(model)
+    tied = find_tied_names(model)
+    what = f"gathering the state of {type(model).__name__}"
+    if group is None:
+        yield from ((name, tensor.detach()) for name, tensor in state.items() if name not in tied)
+        return
+    check_same_names(group.arrive(what, hash_names(state)), group, what)
+    try:
+        for name, tensor in state.items():
+            if name in tied:
+                continue
+            full: Tensor | None = tensor.detach()
+            if id(tensor) in sharded:
+                layer, own, _ = sharded[id(tensor)]
+                shard = layer.shards[own]
+                if not is_gathered(tensor, sharded):
+                    _check_not_stopped(group, what)
+                    full = group.all_gather(tensor.detach(), shard)
+            yield name, full if group.tp_rank == 0 else None
+            full = None
+        _check_not_stopped(group, what)  # who stopped after the last gather is heard too, and the ranks' counts stay equal
+    except _StoppedError:
+        raise
+    except BaseException:
+        group.arrive(what, "stopped", wait=False)
+        raise
+
+
+def _check_not_stopped(group: TPGroup, what: str) -> None:
+    stopped = [rank for rank, note in enumerate(group.arrive(what)) if note]
+    if stopped:
+        raise _StoppedError(f"TP rank(s) {stopped} stopped {what}: see their own error")
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The unsharded model's state dict, on rank 0 in CPU memory; empty on the other ranks.
+
+    All keys of the model are there; tied ones share storage, as in the unsharded model. Collective over the TP group.
+
+    Raises:
+        GatherError: a rank did not come.
+    """
+    whole: dict[str, Tensor] = {}
+    sharded = map_sharded(model)
+    state = model.state_dict(keep_vars=True)
+    with closing(iterate_full_tensors(model)) as stream:
+        for name, tensor in stream:
+            if tensor is not None:  # what was gathered is ours already; what was not is the model's own memory
+                whole[name] = tensor.to("cpu", copy=id(state[name]) not in sharded or is_gathered(state[name], sharded))
+    group = find_group(model)
+    if group is not None and group.tp_rank != 0:
+        return {}
+    tied = find_tied_names(model)
+    return {name: whole[tied.get(name, name)] if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None, strict: bool = True) -> Any:
+    """Split rank 0's whole tensors into every rank's shards, in place, one tensor at a time.
+
+    Args:
+        model: a parallelized model; any other just loads `state_dict`.
+        state_dict: on rank 0, whole tensors by name; the other ranks may pass None or {}.
+        strict: refuse missing and unexpected keys. One name of a tied tensor is enough.
+
+    Returns:
+        the `missing_keys` and `unexpected_keys`, as `nn.Module.load_state_dict` does.
+
+    Raises:
+        GatherError: keys or shapes do not fit (nothing was changed); a rank did not come.
+    """
+    check_usable(model)
+    group = find_group(model)
+    if group is None:
+        return model.load_state_dict(state_dict or {}, strict=strict)
+    group.arrive("load_full_state_dict")
+    given = {name: tuple(value.shape) for name, value in (state_dict or {}).items() if isinstance(value, Tensor)}
+    given = group.broadcast_object(given)
+    sharded, state, tied = map_sharded(model), _state_tensors(model), find_tied_names(model)
+    shards = {
+        name: sharded[id(tensor)][0].shards[sharded[id(tensor)][1]] for name, tensor in state.items() if id(tensor) in sharded
+    }
+    source = {tied.get(name, name): name for name in state if name in given}  # one name is read for each tensor
+    missing = [name for name in state if tied.get(name, name) not in source]
+    unexpected = [name for name in given if name not in state]
+    wrong = []
+    for target, name in source.items():
+        shape = shards[target].shape if target in shards else tuple(state[target].shape)
+        if given[name] != shape:
+            wrong.append(f"'{name}' has shape {given[name]}, the model needs {shape}")
+    loose = [f"missing keys {missing}", f"unexpected keys {unexpected}"] if strict and (missing or unexpected) else []
+    problems = wrong + loose
+    if problems:
+        raise GatherError(f"this state dict does not fit {type(model).__name__}: {'; '.join(problems)}. Nothing was loaded.")
+    for target, name in source.items():
+        tensor = state[target]
+        full = tensor.detach().new_empty(given[name], dtype=tensor.dtype)
+        if group.tp_rank == 0:
+            full.copy_((state_dict or {})[name])
+        full = group.broadcast(full)
+        with torch.no_grad():
+            already_whole = target not in shards or is_gathered(tensor, sharded)
+            tensor.copy_(full if already_whole else shards[target].split(full, group.tp_rank))
+    return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def find_tied_names(model: nn.Module) -> dict[str, str]:
+    """State-dict name -> the first name of the same tensor, for every later name of a tied one."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, tensor in _state_tensors(model).items():
+        if first.setdefault(id(tensor), name) != name:
+            tied[name] = first[id(tensor)]
+    return tied
+
+
+# -- what is sharded, and agreement -------------------------------------------------------------------------------------
+
+
+class _StoppedError(GatherError):
+    """Another rank stopped iterating: it knows already, so it is not told again."""
+
+
+def _state_tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+def map_sharded(module: nn.Module) -> dict[int, tuple[TensorParallel_Layer, str, str]]:
+    """id of each sharded tensor below `module` -> its layer, its name there, its full name."""
+    found = {}
+    for path, layer in sharded_modules(module):
+        for name in layer.shards:
+            tensor = getattr(layer, name, None)
+            if isinstance(tensor, Tensor):
+                prefix = layer.__dict__.get("full_name") or path
+                found.setdefault(id(tensor), (layer, name, f"{prefix}.{name}" if prefix else name))
+    return found
+
+
+def is_gathered(tensor: Tensor, sharded: Mapping[int, tuple[TensorParallel_Layer, str, str]]) -> bool:
+    layer, name, _ = sharded[id(tensor)]
+    return name in layer.__dict__.get("gathered", ())
+
+
+def hash_names(names: Iterable[str]) -> str:
+    return hashlib.sha1("\n".join(names).encode()).hexdigest()[:16]
+
+
+def check_same_names(notes: list[str], group: TPGroup, what: str) -> None:
+    other = [rank for rank, note in enumerate(notes) if note != notes[0]]
+    if other:
+        raise GatherError(f"{what}: TP rank(s) {other} gave other tensors than rank 0 does: give the same ones on every rank")
