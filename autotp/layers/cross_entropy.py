@@ -1,0 +1,110 @@
+"""Cross-entropy on logits whose columns are dealt to the ranks: the whole `[M, V]` is never made on any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..comm import TPGroup
+from ..errors import PlanError
+from ..shard import Shard
+from .embedding import vocab_range
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Losses `[M]` of logits `[M, V_r]`; backward computes the softmax again instead of keeping it in float32.
+
+    forward:  m = max over ranks of x; [s, t, u] = sum over ranks of [sum exp(x - m), x_target - m, sum(x - m) / V]
+              loss = log s - (1 - e) * t - e * u        with smoothing e
+    dgrad:    dx_r = (exp(x_r - m - log s) - (1 - e) * [column is the target] - e / V) * dloss, no collective
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, target: Tensor, start: int, vocab: int, group: TPGroup, ignore_index: int, smoothing: float):
+        peak = logits.amax(-1).to(torch.promote_types(logits.dtype, torch.float32))
+        peak = group.all_reduce_owned(peak, "max")
+        x = logits - peak.unsqueeze(-1)
+        counted = target != ignore_index
+        local, here = _place_targets(target, counted, start, logits.shape[-1], vocab)
+        parts = [x.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0)]
+        if smoothing:
+            parts.append(x.sum(-1) / vocab)
+        sums = group.all_reduce_owned(torch.stack([x.exp_().sum(-1), *parts]))
+        log_sum = sums[0].log()
+        losses = log_sum - (1 - smoothing) * sums[1]
+        if smoothing:
+            losses = losses - smoothing * sums[2]
+        ctx.save_for_backward(logits, local, here, counted, peak + log_sum)
+        ctx.vocab, ctx.smoothing = vocab, smoothing
+        return losses.masked_fill(~counted, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        logits, local, here, counted, log_sum = ctx.saved_tensors
+        dx = (logits.to(log_sum.dtype) - log_sum.unsqueeze(-1)).exp_()
+        dx.scatter_add_(-1, local.unsqueeze(-1), (here.to(dx.dtype) * (ctx.smoothing - 1)).unsqueeze(-1))
+        if ctx.smoothing:
+            dx -= ctx.smoothing / ctx.vocab
+        dx *= grad.masked_fill(~counted, 0).unsqueeze(-1)
+        return dx.to(logits.dtype), None, None, None, None, None, None
+
+
+def _place_targets(target: Tensor, counted: Tensor, start: int, width: int, vocab: int) -> tuple[Tensor, Tensor]:
+    """Each target's column here (0 if another rank has it or it is ignored), and whether it is here.
+
+    A target that no rank has keeps its place out of range, so that looking it up fails on every rank as it does in torch.
+    """
+    local = target - start
+    here = counted & (local >= 0) & (local < width)
+    known = ~counted | ((target >= 0) & (target < vocab))
+    return local.masked_fill(known & ~here, 0), here
+
+
+def vocab_parallel_cross_entropy(
+    logits_local: Tensor,
+    target: Tensor,
+    shard_or_offsets: Shard | Sequence[int],
+    group: TPGroup,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """What `F.cross_entropy` gives for the whole logits, from each rank's columns; two all-reduces of `[M]` forward, none back.
+
+    Args:
+        logits_local: `[..., V_r]`, this rank's columns, any float dtype; computed in float32 at least.
+        target: `[...]` int64, the same on all ranks.
+        shard_or_offsets: the head weight's Shard (vocabulary on dim 0), or T + 1 column offsets, rank r from `[r]` to `[r + 1]`.
+        group: the ranks that share the vocabulary.
+        reduction: "mean" over the targets that are not `ignore_index` (nan if there are none), "sum" or "none".
+
+    Returns:
+        The loss, replicated: a scalar, or `target`'s shape for "none"; float32, or float64 for float64 logits.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or an unknown reduction.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{reduction} is not a reduction: use 'mean', 'sum' or 'none'")
+    if isinstance(shard_or_offsets, Shard):
+        vocab, (start, stop) = shard_or_offsets.shape[0], vocab_range(shard_or_offsets, group.tp_rank, "the loss")
+    else:
+        vocab, start, stop = shard_or_offsets[-1], *shard_or_offsets[group.tp_rank : group.tp_rank + 2]
+    if logits_local.shape[-1] != stop - start or stop == start:
+        raise PlanError(
+            f"TP rank {group.tp_rank} was given logits of {logits_local.shape[-1]} columns, but holds columns {start} to {stop} "
+            f"of a vocabulary of {vocab}. Pass this rank's columns, at least one."
+        )
+    if logits_local.shape[:-1] != target.shape:
+        raise ValueError(f"logits of shape {tuple(logits_local.shape)} do not fit targets of shape {tuple(target.shape)}")
+    flat = target.reshape(-1)
+    losses = _VocabParallelCrossEntropy.apply(
+        logits_local.reshape(-1, stop - start), flat, start, vocab, group, ignore_index, label_smoothing
+    )
+    if reduction == "none":
+        return losses.view(target.shape)
+    return losses.sum() if reduction == "sum" else losses.sum() / (flat != ignore_index).sum()
