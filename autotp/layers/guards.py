@@ -1,0 +1,193 @@
+"""The few wraps around torch that catch misuse of plain shards; every one passes through for models that are not ours.
+
+| wrapped | without it |
+|---|---|
+| `torch.nn.utils.clip_grad_norm_`, `get_total_norm` | each rank clips by its own norm |
+| `GradScaler._unscale_grads_` | a rank skips a step that the others take |
+| `Optimizer.step` (a pre-hook) | whole-matrix optimizers train another model; old state has the wrong shape |
+| `DistributedDataParallel`, FSDP 1 and 2 | rank 0's shards are copied over the others', or their gradients averaged |
+
+What is wrapped in transformers and accelerate is in `integrations.py`. A reference such as
+`from torch.nn.utils import clip_grad_norm_` taken before `install_guards` ran can't be caught: call `autotp.clip_grad_norm_`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..comm import TPGroup, ranks_of
+from ..errors import AutoTPError
+from .base import _holder_of, sharded_modules
+from .clip import clip_grad_norm_, grad_norm, groups_of
+from .integrations import Save, install_integrations, replace
+from .optimizers import check_optimizer
+
+_installed = False
+_checked: weakref.WeakSet = weakref.WeakSet()  # optimizers that hold shards and were found fit
+
+
+def install_guards(save: Save | None = None) -> None:
+    """Wrap what is listed above and in `integrations.py`, once for the process.
+
+    Args:
+        save: the function that writes a parallelized model (`checkpoint.save.save_pretrained`), used where a model's own
+            `save_pretrained` is called; without it that raises.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _wrap_clip()
+    _wrap_grad_scaler()
+    register_optimizer_step_pre_hook(_check_step)
+    _wrap_data_parallel()
+    install_integrations(save)
+
+
+def mark_model(model: nn.Module, group: TPGroup) -> None:
+    """Say on the model, where Trainer and accelerate look, that the ranks of `group` need one batch; never saved.
+
+    The mark is on this model object alone: a config may be shared with other models.
+    """
+    if group.tp_size == 1:
+        return
+    model._tp_size = group.tp_size  # type: ignore[assignment]
+    if not hasattr(type(model), "tp_size"):
+        model.tp_size = group.tp_size  # type: ignore[assignment]
+
+
+def unmark_model(model: nn.Module) -> None:
+    """Take back what `mark_model` said."""
+    for name in ("_tp_size", "tp_size"):
+        model.__dict__.pop(name, None)
+
+
+# -- gradients ----------------------------------------------------------------------------------------------------------
+
+
+def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _wrap_clip() -> None:
+    def wrap_clip(original: Callable) -> Callable:
+        def clip(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None) -> Tensor:
+            parameters = _as_list(parameters)
+            ours = any(group.tp_size > 1 for group in groups_of(parameters))
+            return (clip_grad_norm_ if ours else original)(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+        return clip
+
+    def wrap_norm(original: Callable) -> Callable:
+        def total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) -> Tensor:
+            tensors = _as_list(tensors)
+            owners = _owners_of(tensors)
+            if len(owners) == len(tensors) and any(group.tp_size > 1 for group in groups_of(owners)):
+                return grad_norm(owners, norm_type, error_if_nonfinite, foreach)
+            return original(tensors, norm_type, error_if_nonfinite, foreach)
+
+        return total_norm
+
+    replace(torch.nn.utils.clip_grad, "clip_grad_norm_", wrap_clip)
+    torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_
+    if hasattr(torch.nn.utils.clip_grad, "get_total_norm"):
+        replace(torch.nn.utils.clip_grad, "get_total_norm", wrap_norm)
+        torch.nn.utils.get_total_norm = torch.nn.utils.clip_grad.get_total_norm
+
+
+def _owners_of(gradients: list[Tensor]) -> list[Tensor]:
+    """The known parameters whose `.grad` is one of `gradients`."""
+    wanted = {id(gradient) for gradient in gradients}
+    params = [entry[0]() for entry in list(_holder_of.values())]
+    return [p for p in params if p is not None and p.grad is not None and id(p.grad) in wanted]
+
+
+def _wrap_grad_scaler() -> None:
+    def wrap(original: Callable) -> Callable:
+        def unscale(self, optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+            found = original(self, optimizer, *args, **kwargs)
+            for group in groups_of(p for param_group in optimizer.param_groups for p in param_group["params"]):
+                if group.tp_size > 1:
+                    _share_found_inf(found, group)
+            return found
+
+        return unscale
+
+    replace(torch.amp.grad_scaler.GradScaler, "_unscale_grads_", wrap)
+
+
+def _share_found_inf(found: dict[torch.device, Tensor], group: TPGroup) -> None:
+    """An inf that one rank saw is seen by all; in place, and without waiting for the device."""
+    seen = torch.zeros(1, device=group.device)
+    for value in found.values():
+        seen = torch.maximum(seen, value.to(group.device).reshape(1))
+    seen = group.all_reduce(seen, "max")
+    for value in found.values():
+        value.copy_(seen.reshape(value.shape))
+
+
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in _checked and check_optimizer(optimizer):
+        _checked.add(optimizer)
+
+
+# -- data parallelism ---------------------------------------------------------------------------------------------------
+
+
+def check_data_group(modules: Iterable[nn.Module], group: Any, wrapper: str) -> None:
+    """Refuse data parallelism between ranks that hold different shards of one model.
+
+    Raises:
+        AutoTPError: naming the ranks.
+    """
+    for module in modules:
+        for name, layer in sharded_modules(module):
+            both = sorted(set(ranks_of(group)) & set(layer.tp.ranks))
+            if len(both) > 1:
+                where = layer.__dict__.get("full_name") or name
+                raise AutoTPError(
+                    f"{wrapper} over ranks {list(ranks_of(group))} would treat ranks {both} as copies of one model, but they "
+                    f"hold different shards of it ('{where}'). Give it the process group of the data axis only "
+                    f"(mesh['dp'].get_group()). With accelerate, pass ParallelismConfig(tp_size={layer.tp.tp_size})."
+                )
+            break
+
+
+def _wrap_data_parallel() -> None:
+    def wrap_ddp(original: Callable) -> Callable:
+        def init(self, module, *args: Any, **kwargs: Any) -> None:
+            group = kwargs.get("process_group") or (args[5] if len(args) > 5 else None)
+            check_data_group([module], group or kwargs.get("device_mesh"), "DistributedDataParallel")
+            original(self, module, *args, **kwargs)
+
+        return init
+
+    def wrap_fsdp(original: Callable) -> Callable:
+        def init(self, module, process_group=None, *args: Any, **kwargs: Any) -> None:
+            check_data_group([module], process_group or kwargs.get("device_mesh"), "FullyShardedDataParallel")
+            original(self, module, process_group, *args, **kwargs)
+
+        return init
+
+    def wrap_fsdp2(original: Callable) -> Callable:
+        def init(self, params, modules, mesh_info, *args: Any, **kwargs: Any) -> None:
+            check_data_group(modules, mesh_info.mesh, "fully_shard")
+            original(self, params, modules, mesh_info, *args, **kwargs)
+
+        return init
+
+    replace(torch.nn.parallel.DistributedDataParallel, "__init__", wrap_ddp)
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    replace(FullyShardedDataParallel, "__init__", wrap_fsdp)
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    except ImportError:  # private: where it has moved, FSDP2 is not watched
+        return
+    replace(FSDPParamGroup, "__init__", wrap_fsdp2)

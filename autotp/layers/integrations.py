@@ -1,0 +1,254 @@
+"""Wraps around transformers and accelerate: what they save is whole, and all TP ranks take part; pass-through for others.
+
+`save_pretrained`, `push_to_hub`, `Accelerator.get_state_dict`, `save_model` and `save_state` gather. They are collective
+then: where only some ranks call them, the missing ones are named within the group's timeout. Optimizer state is a rank's
+own, so each rank writes and reads a file of its own beside the one that the libraries write.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm import TPGroup
+from ..errors import AutoTPError, CheckpointError
+from .base import find_group
+from .stream import full_state_dict, map_sharded
+
+Save = Callable[..., None]  # save(model, directory, max_shard_size=..., is_main_process=...)
+
+
+def install_integrations(save: Save | None) -> None:
+    """Wrap transformers' and accelerate's entry points; `save` writes a parallelized model."""
+    from accelerate import Accelerator
+    from transformers.generation import GenerationMixin
+    from transformers.modeling_utils import PreTrainedModel
+    from transformers.trainer import Trainer
+
+    replace(PreTrainedModel, "save_pretrained", functools.partial(_wrap_save_pretrained, save))
+    replace(PreTrainedModel, "push_to_hub", _wrap_push_to_hub)
+    replace(GenerationMixin, "_get_static_cache_init_shape", _wrap_static_cache_shape)
+    replace(Trainer, "_build_accelerator_args", _wrap_accelerator_args)
+    replace(Trainer, "save_model", _wrap_trainer_save)
+    replace(Trainer, "_save_optimizer_and_scheduler", _wrap_trainer_save_optimizer)
+    replace(Trainer, "_load_optimizer_and_scheduler", _wrap_trainer_load_optimizer)
+    replace(Accelerator, "get_state_dict", _wrap_get_state_dict)
+    replace(Accelerator, "prepare_model", _wrap_prepare_model)
+    replace(Accelerator, "save_state", _wrap_save_state)
+    replace(Accelerator, "load_state", _wrap_load_state)
+
+
+def replace(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
+    """Put `make(original)` in place of `owner.name`, where there is one."""
+    original = getattr(owner, name, None)
+    if original is not None:
+        setattr(owner, name, functools.wraps(original)(make(original)))
+
+
+def _find_ours(model: Any) -> TPGroup | None:
+    """The group of a model that is spread over several ranks; None for any other."""
+    group = find_group(model) if isinstance(model, nn.Module) else None
+    return group if group is not None and group.tp_size > 1 else None
+
+
+# -- transformers: saving -----------------------------------------------------------------------------------------------
+
+
+def _wrap_save_pretrained(save: Save | None, original: Callable) -> Callable:
+    def save_pretrained(
+        self, save_directory, is_main_process=True, state_dict=None, push_to_hub=False, max_shard_size="50GB", **kwargs: Any
+    ) -> None:
+        group = _find_ours(self)
+        if group is None:
+            return original(self, save_directory, is_main_process, state_dict, push_to_hub, max_shard_size, **kwargs)
+        if kwargs.get("distributed_checkpoint"):
+            raise CheckpointError(
+                "distributed_checkpoint=True is not built for a parallelized model: leave it out to save it whole"
+            )
+        extra = {key for key, value in kwargs.items() if value is not None} - {"save_function", "safe_serialization"}
+        if save is not None and state_dict is None and not push_to_hub and not extra:
+            return save(self, save_directory, max_shard_size=max_shard_size, is_main_process=is_main_process)
+        if state_dict is None:
+            state_dict = full_state_dict(self)
+        else:  # whole tensors on rank 0, as `Accelerator.get_state_dict` gives them
+            _refuse_shards(self, state_dict)
+            group.arrive("save_pretrained")
+        if group.tp_rank == 0 and is_main_process:
+            original(self, save_directory, True, state_dict, push_to_hub, max_shard_size, **kwargs)
+        group.arrive("the end of save_pretrained")
+
+    return save_pretrained
+
+
+def _refuse_shards(model: nn.Module, state_dict: dict[str, Any]) -> None:
+    sharded = map_sharded(model)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found = sharded.get(id(tensor)) if name in state_dict else None
+        if found is not None and tuple(state_dict[name].shape) != found[0].shards[found[1]].shape:
+            raise CheckpointError(
+                f"'{name}' in the state_dict given to save_pretrained is one rank's shard, of shape "
+                f"{tuple(state_dict[name].shape)}: leave state_dict out, or pass autotp.full_state_dict(model)"
+            )
+
+
+def _wrap_push_to_hub(original: Callable) -> Callable:
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        group = _find_ours(self)
+        if group is None or group.tp_rank == 0:
+            return original(self, *args, **kwargs)  # saves once, through `save_pretrained`
+        with tempfile.TemporaryDirectory() as nowhere:
+            self.save_pretrained(nowhere, is_main_process=False)
+
+    return push_to_hub
+
+
+def _wrap_static_cache_shape(original: Callable) -> Callable:
+    def get_static_cache_init_shape(self) -> Any:
+        # The first call's keys say it exactly; transformers would divide heads that may be copied or left whole.
+        return None if _find_ours(self) is not None else original(self)
+
+    return get_static_cache_init_shape
+
+
+# -- transformers: Trainer ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _lent_config(model: nn.Module):
+    """transformers reads the data-parallel size off the config; configs are shared and saved, so it is there only here."""
+    config = model.config
+    lent = "distributed_config" not in config.__dict__
+    if lent:
+        object.__setattr__(config, "distributed_config", SimpleNamespace(dp_size=1, dp_replicate_size=1))
+    try:
+        yield
+    finally:
+        if lent:
+            config.__dict__.pop("distributed_config", None)
+
+
+def _wrap_accelerator_args(original: Callable) -> Callable:
+    def build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        group = _find_ours(self.model)
+        if group is None:
+            return original(self, **kwargs)
+        if self.args.world_size != group.tp_size:
+            raise AutoTPError(
+                f"Trainer runs on {self.args.world_size} ranks and the model on {group.tp_size} of them; Trainer would not "
+                f"average the gradients of a data-parallel axis beside plain shards. Use as many ranks as the model has, or a "
+                f"loop of your own with DistributedDataParallel over mesh['dp']."
+            )
+        with _lent_config(self.model):
+            return original(self, **kwargs)
+
+    return build_accelerator_args
+
+
+def _wrap_trainer_save(original: Callable) -> Callable:
+    def save_model(self, output_dir=None, _internal_call=False) -> None:
+        original(self, output_dir, _internal_call)
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if _find_ours(model) is not None and not self.args.should_save:  # a rank that does not write still takes part
+            model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)
+
+    return save_model
+
+
+def _wrap_trainer_save_optimizer(original: Callable) -> Callable:
+    def save_optimizer_and_scheduler(self, output_dir) -> None:
+        original(self, output_dir)
+        _save_rank_state(_find_ours(self.model), [self.optimizer], output_dir)
+
+    return save_optimizer_and_scheduler
+
+
+def _wrap_trainer_load_optimizer(original: Callable) -> Callable:
+    def load_optimizer_and_scheduler(self, checkpoint) -> None:
+        original(self, checkpoint)
+        if checkpoint is not None:
+            _load_rank_state(_find_ours(self.model), [self.optimizer], checkpoint)
+
+    return load_optimizer_and_scheduler
+
+
+# -- accelerate ---------------------------------------------------------------------------------------------------------
+
+
+def _wrap_get_state_dict(original: Callable) -> Callable:
+    def get_state_dict(self, model, unwrap=True) -> Any:
+        if _find_ours(model) is None:
+            return original(self, model, unwrap)
+        return full_state_dict(self.unwrap_model(model) if unwrap else model)
+
+    return get_state_dict
+
+
+def _wrap_prepare_model(original: Callable) -> Callable:
+    def prepare_model(self, model, *args: Any, **kwargs: Any) -> Any:
+        group = _find_ours(model)
+        config = self.parallelism_config
+        if group is not None and config is not None and config.tp_enabled and self.num_processes != group.tp_size:
+            raise AutoTPError(
+                f"accelerate runs on {self.num_processes} ranks and the model on {group.tp_size} of them {list(group.ranks)}: "
+                f"it would not average the gradients of a data-parallel axis beside tp. Wrap the model in "
+                f"DistributedDataParallel over mesh['dp'] yourself, or use as many ranks as the model has."
+            )
+        return original(self, model, *args, **kwargs)
+
+    return prepare_model
+
+
+def _wrap_save_state(original: Callable) -> Callable:
+    def save_state(self, output_dir=None, *args: Any, **kwargs: Any) -> Any:
+        where = original(self, output_dir, *args, **kwargs)
+        _save_rank_state(_group_of(self), self._optimizers, where if where is not None else output_dir)
+        return where
+
+    return save_state
+
+
+def _wrap_load_state(original: Callable) -> Callable:
+    def load_state(self, input_dir=None, *args: Any, **kwargs: Any) -> None:
+        group = _group_of(self)
+        if group is not None and input_dir is None:
+            raise AutoTPError("load_state needs the directory's name for a parallelized model: pass input_dir")
+        original(self, input_dir, *args, **kwargs)
+        _load_rank_state(group, self._optimizers, input_dir)
+
+    return load_state
+
+
+def _group_of(accelerator: Any) -> TPGroup | None:
+    return next((group for model in accelerator._models if (group := _find_ours(model)) is not None), None)
+
+
+# -- optimizer state, which is each rank's own --------------------------------------------------------------------------
+
+
+def _rank_file(directory: str | os.PathLike, index: int, group: TPGroup) -> str:
+    return os.path.join(directory, f"optimizer_{index}.tp{group.tp_rank}-of-{group.tp_size}.pt")
+
+
+def _save_rank_state(group: TPGroup | None, optimizers: list, directory: Any) -> None:
+    for index, optimizer in enumerate(optimizers if group is not None else ()):
+        torch.save(optimizer.state_dict(), _rank_file(directory, index, group))  # type: ignore[arg-type]
+
+
+def _load_rank_state(group: TPGroup | None, optimizers: list, directory: Any) -> None:
+    """Replace rank 0's optimizer state, which the library loaded on every rank, by this rank's own."""
+    for index, optimizer in enumerate(optimizers if group is not None else ()):
+        path = _rank_file(directory, index, group)  # type: ignore[arg-type]
+        if not os.path.exists(path):
+            raise CheckpointError(
+                f"{path} is missing: the optimizer state in {directory} is not this rank's. Resume with the tp_size it was saved "
+                f"with, or start a new optimizer."
+            )
+        optimizer.load_state_dict(torch.load(path, weights_only=True))
