@@ -14,7 +14,7 @@ included, is named within the group's timeout instead of leaving the others wait
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -53,7 +53,14 @@ class _Whole:
     local: Tensor
     places: list[Place]
     digest: int = 0
-    forwards: list[tuple[nn.Module, Any]] = field(default_factory=list)  # instance forwards that the refusal stands in for
+
+
+class _Gathered(set):
+    """The names of a module's tensors that are whole now, and the instance forward to put back when none is."""
+
+    def __init__(self, names: Iterable[str] = (), forward: Any = None) -> None:
+        super().__init__(names)
+        self.forward = forward
 
 
 class GatherReplacedLayerParams:
@@ -84,9 +91,7 @@ class GatherReplacedLayerParams:
         self._params = [params] if isinstance(params, Tensor) else list(params)
         for param in self._params:
             if not isinstance(param, Tensor):
-                raise GatherError(
-                    f"expected parameters, got {type(param).__name__}: pass module.parameters(), say"
-                )
+                raise GatherError(f"expected parameters, got {type(param).__name__}: pass module.parameters(), say")
         if not self._params and any(layer.shards for _, layer in sharded_modules(module)):
             raise GatherError(
                 f"no parameters were given for {type(module).__name__}, which has sharded parameters, so nothing would be "
@@ -187,8 +192,8 @@ def _raise_gathered(name: str, *args: Any, **kwargs: Any) -> NoReturn:
 def _refuse_forwards(whole: _Whole) -> None:
     """Note on each module that holds the tensor that it is whole, and make its forward raise: no cost outside contexts."""
     for module, name in whole.places:
-        module.__dict__.setdefault("gathered", set()).add(name)
-        whole.forwards.append((module, module.__dict__.get("forward")))
+        gathered = module.__dict__.setdefault("gathered", _Gathered(forward=module.__dict__.get("forward")))
+        gathered.add(name)
         module.__dict__["forward"] = partial(_raise_gathered, whole.name)
 
 
@@ -198,16 +203,12 @@ def _restore(whole: _Whole) -> None:
     for module, name in whole.places:
         table = module._buffers if name in module._buffers else module._parameters
         table[name] = whole.tensor  # type: ignore[assignment]
-    for module, name in whole.places:
-        gathered = module.__dict__.get("gathered", set())
+        gathered = module.__dict__["gathered"]
         gathered.discard(name)
         if not gathered:
-            module.__dict__.pop("gathered", None)
-    for module, forward in reversed(whole.forwards):
-        module.__dict__.pop("forward", None)
-        if forward is not None:
-            module.__dict__["forward"] = forward
-    whole.forwards.clear()
+            del module.__dict__["gathered"], module.__dict__["forward"]
+            if gathered.forward is not None:
+                module.__dict__["forward"] = gathered.forward
 
 
 def _current_value(whole: _Whole) -> Tensor:

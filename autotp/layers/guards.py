@@ -96,9 +96,7 @@ def _wrap_clip() -> None:
 
     replace(torch.nn.utils.clip_grad, "clip_grad_norm_", wrap_clip)
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_
-    if hasattr(torch.nn.utils.clip_grad, "get_total_norm"):
-        replace(torch.nn.utils.clip_grad, "get_total_norm", wrap_norm)
-        torch.nn.utils.get_total_norm = torch.nn.utils.clip_grad.get_total_norm
+    replace(torch.nn.utils, "get_total_norm", wrap_norm)
 
 
 def _owners_of(gradients: list[Tensor]) -> list[Tensor]:
