@@ -93,7 +93,7 @@ class BatchCheck:
             self.pending.clear()
             what = "tensors' names, shapes or dtypes" if len({row[0] for row in rows}) > 1 else "tensors' values"
             raise AutoTPError(
-                f"the batch differs inside the TP group: the {what} of TP rank(s) {odd} are not those of rank {rows.index(usual)}. "
-                f"All {self.group.tp_size} ranks {list(self.group.ranks)} must get the same batch: give the sampler the data-parallel "
-                f"rank, not the global one, and seed the collator alike."
+                f"the batch differs inside the TP group: the {what} of TP rank(s) {odd} are not those of rank "
+                f"{rows.index(usual)}. All {self.group.tp_size} ranks {list(self.group.ranks)} must get the same batch: give the "
+                f"sampler the data-parallel rank, not the global one, and seed the collator alike."
             )

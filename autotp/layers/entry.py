@@ -73,7 +73,8 @@ class ShardedLoss:
         state.seen = logits
         shard = head.shards["weight"]
         if vocab_size != shard.shape[0]:
-            raise PlanError(f"the loss was given vocab_size={vocab_size}, but the head {state.head_name} has {shard.shape[0]} rows")
+            rows = shard.shape[0]
+            raise PlanError(f"the loss was given vocab_size={vocab_size}, but the head {state.head_name} has {rows} rows")
         return _causal_lm_loss(logits, labels, shard, state.group, *args, **kwargs)
 
 
@@ -156,6 +157,8 @@ def leave_sharded(state: EntryState) -> None:
 def refuse_mixed_mesh(model: nn.Module, state: EntryState) -> None:
     """Raise, and mark the model broken, if FSDP2 sharded a shard over ranks of its own TP group.
 
+    What FSDP wraps with the root itself is whole again by now, and left to guards.py, which looks at the wrap.
+
     Raises:
         AutoTPError: naming the parameter and the ranks.
     """
@@ -170,7 +173,7 @@ def refuse_mixed_mesh(model: nn.Module, state: EntryState) -> None:
             if len(both) > 1:
                 model.__dict__["broken"] = (
                     f"FSDP shards {name}.{key} over ranks {list(ranks)}, of which {both} are in one TP group and hold different "
-                    f"shards of it, so the wrap has overwritten some. Wrap over the data axis: fully_shard(model, mesh=mesh['dp'])"
+                    f"shards of it, so the wrap has mixed them. Wrap over the data axis: fully_shard(model, mesh=mesh['dp'])"
                 )
                 raise AutoTPError(f"this model can't be used any more: {model.__dict__['broken']}. Load it again.")
             state.meshes.add(ranks)

@@ -48,7 +48,8 @@ def check_logits_path(model: nn.Module) -> str | None:
             return "it has no output embedding that is a linear"
         return _compare_columns(model, head)
     except Exception as error:  # whatever a strange forward does, the answer is that the head gathers
-        return f"the path from head to loss can't be run alone: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        first_line = next(iter(str(error).splitlines()), "")
+        return f"the path from head to loss can't be run alone: {type(error).__name__}: {first_line}"
 
 
 def _compare_columns(model: nn.Module, head: nn.Linear) -> str | None:
@@ -100,7 +101,7 @@ def _run_path(model: nn.Module, head: nn.Linear, logits: Tensor) -> tuple[Tensor
 
 
 def _replace_modules(module: nn.Module, stubs: dict[int, nn.Module]) -> nn.Module:
-    """A copy of `module` with some modules below replaced; of the others, only those on the way there are copied, and shallowly."""
+    """A copy of `module` with some modules below replaced; of the others, those on the way there are copied, shallowly."""
     copied = object.__new__(type(module))
     copied.__dict__.update(module.__dict__)
     copied.__dict__["training"] = True
