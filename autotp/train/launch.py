@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -35,12 +36,19 @@ def launch_ranks(work: Callable[..., Any], size: int, *args: Any) -> Any:
     if torch.cuda.is_available() and size > torch.cuda.device_count():
         raise AutoTPError(f"{size} ranks need {size} GPUs, and this machine has {torch.cuda.device_count()}: lower --tp")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
-    # The launcher logs a failed rank as two screens of traceback; the error raised here says it in one line.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # They log a failed rank as two screens of traceback; the error raised here says it in one line.
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=size, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0,
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=size,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
         start_method="spawn",
-    )  # fmt: skip
+    )
     try:
         return elastic_launch(config, work)(*args)[0]
     except ChildFailedError as error:
