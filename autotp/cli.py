@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,16 +70,30 @@ def positive(text: str) -> int:
 
 def run_plan(args: argparse.Namespace) -> int:
     """Print the plan of `args.model`; 1 if it splits nothing."""
-    from transformers import AutoConfig
-
     from .inject.rules import make_plan
 
-    plan = make_plan(AutoConfig.from_pretrained(args.model), args.tp)
+    plan = make_plan(_load_config(args.model), args.tp)
     print(plan.to_json(indent=1) if args.json else plan)
     if args.tp > 1 and not plan.shards:
         print(f"autotp: nothing of {args.model} would be split over {args.tp} ranks", file=sys.stderr)
         return 1
     return 0
+
+
+def _load_config(model: str) -> Any:
+    """The config of a hub id or a directory.
+
+    Raises:
+        AutoTPError: there is none, or this transformers doesn't know it.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise AutoTPError(
+            f"can't read the config of {model}, neither a directory nor a hub id that is known here: {error}"
+        ) from error
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -98,6 +113,7 @@ def run_train(args: argparse.Namespace) -> int:
 def _check_train(args: argparse.Namespace) -> None:
     """What can be known before the ranks start: half a minute earlier, and once."""
     _options(args)
+    _load_config(args.model)
     if not Path(args.data).is_file():
         raise AutoTPError(f"--data {args.data}: there is no such file")
     if Path(args.out).exists() and not Path(args.out).is_dir():

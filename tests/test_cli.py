@@ -173,5 +173,5 @@ def fail_on_last(value):
 
 def test_launch_returns_rank_0_and_names_who_failed():
     assert launch_ranks(give_rank, 2, "x") == (0, 2, "x")
-    with pytest.raises(AutoTPError, match="rank 1 failed: .*the weights differ"):
+    with pytest.raises(AutoTPError, match=r"rank 1 failed: .*the weights differ"):
         launch_ranks(fail_on_last, 2, "x")
