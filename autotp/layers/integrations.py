@@ -28,7 +28,7 @@ Save = Callable[..., None]  # save(model, directory, max_shard_size=..., is_main
 
 def install_integrations(save: Save | None) -> None:
     """Wrap transformers' and accelerate's entry points; `save` writes a parallelized model."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator, ParallelismConfig
     from transformers.generation import GenerationMixin
     from transformers.modeling_utils import PreTrainedModel
     from transformers.trainer import Trainer
@@ -40,6 +40,7 @@ def install_integrations(save: Save | None) -> None:
     replace(Trainer, "save_model", _wrap_trainer_save)
     replace(Trainer, "_save_optimizer_and_scheduler", _wrap_trainer_save_optimizer)
     replace(Trainer, "_load_optimizer_and_scheduler", _wrap_trainer_load_optimizer)
+    replace(ParallelismConfig, "_validate_accelerator", _wrap_validate_accelerator)
     replace(Accelerator, "get_state_dict", _wrap_get_state_dict)
     replace(Accelerator, "prepare_model", _wrap_prepare_model)
     replace(Accelerator, "save_state", _wrap_save_state)
@@ -180,6 +181,18 @@ def _wrap_trainer_load_optimizer(original: Callable) -> Callable:
 
 
 # -- accelerate ---------------------------------------------------------------------------------------------------------
+
+
+def _wrap_validate_accelerator(original: Callable) -> Callable:
+    def validate_accelerator(self, accelerator) -> None:
+        from accelerate.utils import DistributedType
+
+        # accelerate refuses every parallelism on CPUs, for FSDP's sake; a tp axis alone gives all ranks the same batch.
+        only_tp = 1 < self.tp_size == self.total_size == accelerator.num_processes
+        if not (only_tp and accelerator.distributed_type == DistributedType.MULTI_CPU):
+            original(self, accelerator)
+
+    return validate_accelerator
 
 
 def _wrap_get_state_dict(original: Callable) -> Callable:
