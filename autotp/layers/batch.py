@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from typing import Any
 
 import torch
@@ -43,19 +43,19 @@ class BatchCheck:
 
     def __init__(self, group: TPGroup) -> None:
         self.group = group
-        self.pending: deque[tuple[Any, ...]] = deque()
+        self.pending: tuple[Any, ...] | None = None
         self.stream: Any = None
 
     def __deepcopy__(self, memo: dict) -> BatchCheck:
         return BatchCheck(self.group)
 
     def start(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Begin to compare this forward's tensors, and judge the comparisons that are done.
+        """Begin to compare this forward's tensors, and judge the comparison before it.
 
         Raises:
-            AutoTPError: some ranks' batches differ, now (CPU) or at most two forwards ago (GPU).
+            AutoTPError: some ranks' batches differ, now (CPU) or in the forward checked last (GPU).
         """
-        self.judge(keep=1)
+        self.judge()
         tensors = plain_tensors(args, kwargs)
         lengths = [t.shape[1] for t in tensors.values() if t.dim() > 1]
         if not tensors or not (torch.is_grad_enabled() or max(lengths, default=2) > 1):
@@ -75,12 +75,17 @@ class BatchCheck:
             there = torch.empty(every.shape, dtype=every.dtype, pin_memory=True)
             there.copy_(every, non_blocking=True)
             done = self.stream.record_event()
-        self.pending.append((there, done, every, hashes))
+        self.pending = (there, done, every, hashes)  # the last two so that their memory is not given away
 
-    def judge(self, keep: int = 0) -> None:
-        """Judge every comparison that is done, waiting for all but the last `keep`."""
-        while self.pending and (len(self.pending) > keep or self.pending[0][1].query()):
-            there, done = self.pending.popleft()[:2]
+    def judge(self) -> None:
+        """Judge the comparison that is pending.
+
+        Never by asking whether it is done, which ranks would answer differently and one would raise while the others went on.
+        It is waited for: it was done when the GPU began that forward, whose whole step is still queued.
+        """
+        if self.pending is not None:
+            there, done = self.pending[:2]
+            self.pending = None
             done.synchronize()
             self.compare(there)
 
@@ -90,7 +95,6 @@ class BatchCheck:
         usual = Counter(rows).most_common(1)[0][0]
         odd = [rank for rank, row in enumerate(rows) if row != usual]
         if odd:
-            self.pending.clear()
             what = "tensors' names, shapes or dtypes" if len({row[0] for row in rows}) > 1 else "tensors' values"
             raise AutoTPError(
                 f"the batch differs inside the TP group: the {what} of TP rank(s) {odd} are not those of rank "

@@ -6,6 +6,7 @@ A head that is tied to an input embedding stays tied: both modules hold one Para
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -57,7 +58,7 @@ def vocab_range(shard: Shard, rank: int, name: str = "this embedding") -> tuple[
     return start, start + length * count
 
 
-def set_local_sizes(module: nn.Module) -> None:
+def set_local_sizes(module: Any) -> None:
     """Make `num_embeddings` and `embedding_dim`, or `in_features` and `out_features`, what this rank's weight holds."""
     rows, columns = module.shards["weight"].local_shape(module.tp.tp_rank)
     if isinstance(module, nn.Embedding):
@@ -66,7 +67,7 @@ def set_local_sizes(module: nn.Module) -> None:
         module.out_features, module.in_features = rows, columns
 
 
-def read_local_weight(module: TensorParallel_Layer) -> Tensor:
+def read_local_weight(module: Any) -> Tensor:
     """This rank's `module.weight`.
 
     Raises:

@@ -207,7 +207,7 @@ def install_entry(
     if head_name is not None and loss == SHARDED_LOSS and group.tp_size > 1:
         state.own_loss = model.__dict__.get("_loss_function")
         state.loss = ShardedLoss(state, model.loss_function)
-        model.loss_function = state.loss
+        model.__dict__["_loss_function"] = state.loss  # what the property of transformers' models reads
     state.handles = [
         model.register_forward_pre_hook(enter_forward, prepend=True, with_kwargs=True),
         model.register_forward_hook(exit_forward, with_kwargs=True, always_call=True),
@@ -226,4 +226,4 @@ def remove_entry(model: nn.Module) -> None:
         if state.own_loss is None:
             del model.__dict__["_loss_function"]
         else:
-            model.loss_function = state.own_loss
+            model.__dict__["_loss_function"] = state.own_loss

@@ -31,7 +31,7 @@ class _Stub(nn.Module):
         return self.output
 
 
-def check_logits_path(model: nn.Module) -> str | None:
+def check_logits_path(model: Any) -> str | None:
     """Why the loss of `model` cannot be computed from sharded logits, or None if it can.
 
     Runs the class's own forward on a stand-in that shares nothing but the config: the base model returns zeros, the head
@@ -88,7 +88,7 @@ def _run_path(model: nn.Module, head: nn.Linear, logits: Tensor) -> tuple[Tensor
     head_stub = _Stub(logits.clone())
     states = torch.zeros(*logits.shape[:2], head.weight.shape[1], device="cpu")
     stand_in = _replace_modules(model, {id(base): _Stub(_StubOutput(last_hidden_state=states)), id(head): head_stub})
-    stand_in.loss_function = capture
+    stand_in.__dict__["_loss_function"] = capture
     ids = torch.zeros(logits.shape[:2], dtype=torch.int64, device="cpu")
     output = type(model).forward(stand_in, input_ids=ids, labels=ids, return_dict=True)
     if head_stub.calls != 1 or len(seen) != 1:

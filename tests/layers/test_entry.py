@@ -269,8 +269,7 @@ def check_batches(pg):
         model(inputs_embeds=torch.full((2, 3, 16), 1 + 1e-6 * (group.tp_rank == last)))
     with torch.no_grad():  # a decoding step is not checked
         model(torch.full((2, 1), 3))
-        every = group.gather_objects(model.__dict__["autotp_entry"].batch.pending)
-    assert not any(every)
+        model(torch.full((2, 1), 3 + (group.tp_rank == last)))
     quiet = shard_vocabulary(small_model(), group, check_batch=False)
     quiet(**changed)
 
