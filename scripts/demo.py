@@ -7,6 +7,7 @@ is Python's own documentation. Exits with 1 if a loss differs by more than 1e-3 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import pydoc_data.topics
 import sys
 import tempfile
@@ -36,6 +37,7 @@ PROMPT = "Explain in one sentence what a dictionary is in Python."
 def main() -> int:
     start = time.time()
     disable_progress_bar()
+    torch.set_num_threads(os.cpu_count() or 1)  # the unsharded model has the machine to itself
     source = convert_weights(CACHE / "smollm2-135m-instruct")
     print(autotp.make_plan(AutoConfig.from_pretrained(source), RANKS), flush=True)
     print(f"\ntraining the unsharded model, {OPTIONS.steps} steps of {BATCH_SIZE} x {SEQ_LENGTH} tokens ...", flush=True)
@@ -96,6 +98,7 @@ def make_batches(source: str | Path) -> Iterator[Tensor]:
 
 def train_and_generate(source: str, out: str, expected: list[float]) -> tuple[list[float], list[int]]:
     """One rank's work: read its slices, train, save, generate. Returns the losses and the new tokens."""
+    disable_progress_bar()
     model = autotp.from_pretrained(source, dtype=torch.float32)
     is_main = torch.distributed.get_rank() == 0
 

@@ -4,10 +4,9 @@ torchrun --nproc-per-node 2 scripts/train.py --model DIR_OR_HUB_ID --data FILE.t
 """
 
 import argparse
-import os
 
 import torch
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, get_cosine_schedule_with_warmup
 
@@ -23,17 +22,15 @@ parser.add_argument("--lr", type=float, default=1e-5)
 parser.add_argument("--batch-size", type=int, default=2)
 parser.add_argument("--seq-length", type=int, default=128)
 parser.add_argument("--grad-accum", type=int, default=1)
+parser.add_argument("--mixed-precision", default="no", choices=["no", "bf16"])
 
 
 def main() -> None:
     args = parser.parse_args()
-    # tp_size tells accelerate that these ranks share one model: they get the same batches, and nothing is wrapped in DDP.
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
-        gradient_accumulation_steps=args.grad_accum,
-        parallelism_config=ParallelismConfig(tp_size=int(os.environ["WORLD_SIZE"])),
+        cpu=not torch.cuda.is_available(), gradient_accumulation_steps=args.grad_accum, mixed_precision=args.mixed_precision
     )
-    torch.manual_seed(0)  # every rank shuffles alike
+    torch.manual_seed(0)  # every rank shuffles alike: the ranks of one model must see the same batches
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     blocks = read_blocks(args.data, tokenizer, args.seq_length)
     data = DataLoader(blocks, batch_size=args.batch_size, shuffle=True)  # type: ignore[arg-type]
@@ -42,13 +39,17 @@ def main() -> None:
     model = autotp.from_pretrained(args.model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     schedule = get_cosine_schedule_with_warmup(optimizer, args.steps // 10, args.steps)
-    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    # The data stays as it is, since accelerate would deal the batches out; evaluation_mode gives the model mixed precision
+    # and leaves out DDP, which has no place over ranks that hold different shards.
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    optimizer = accelerator.prepare(optimizer)
 
     model.train()
     step = 0
     while step < args.steps:
         for ids in data:
             with accelerator.accumulate(model):
+                ids = ids.to(accelerator.device)
                 loss = model(input_ids=ids, labels=ids).loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
@@ -64,7 +65,7 @@ def main() -> None:
                 break
 
     # Whole weights, for a while: every rank enters; what rank 0 changes inside is split again at the end.
-    linear = model.get_submodule(next(name for name, module in model.named_modules() if isinstance(module, autotp.LinearLayer)))
+    linear = next(module for module in model.modules() if isinstance(module, autotp.LinearLayer))
     with autotp.GatherReplacedLayerParams(list(linear.parameters(recurse=False)), linear, enabled=True):
         accelerator.print(f"one whole weight: {list(linear.weight.shape)}")
 
