@@ -1,0 +1,347 @@
+"""Process groups and the differentiable collectives: the only file that talks to `torch.distributed`.
+
+| function | forward | backward | used where |
+|---|---|---|---|
+| `copy_to_group` | identity | all-reduce | what all ranks hold enters sharded computation |
+| `reduce_from_group` | all-reduce | identity | partial sums leave it |
+| `gather_from_group` | all-gather | slice | sharded columns become whole for replicated computation |
+| `split_to_group` | slice | all-gather | whole columns become sharded after replicated computation |
+
+Collectives return their result and never write into their input, whatever its strides.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .errors import AutoTPError, GatherError
+from .shard import Shard
+
+_counter = itertools.count()
+
+
+class TPGroup:
+    """The ranks that share one sharded model.
+
+    One is made per `parallelize` call; there is no current group, so models of different sizes live in one process. A
+    group of one rank is the identity and needs no `torch.distributed`. Deep copies of a module share its group;
+    pickling refuses, since a process group means nothing in another process.
+
+    Attributes:
+        group: the process group, or None for a single rank.
+        tp_rank, tp_size: this rank's place in it and the number of ranks.
+        ranks: global ranks of the members, in group order.
+        device: where this rank's shards live.
+        timeout_s: seconds after which a rank that does not arrive is named.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float = 600) -> None:
+        self.group = group
+        self.device = device
+        self.timeout_s = timeout_s
+        self.tp_rank = 0 if group is None else dist.get_rank(group)
+        self.tp_size = 1 if group is None else dist.get_world_size(group)
+        self.ranks = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
+        self._store = None
+        self._arrivals = itertools.count()
+        self._holder_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        if group is not None:
+            number = next(_counter)
+            # Every member makes its groups in the same order, but may hold others too: the first one names the store.
+            prefix = self.gather_objects(number)[0]
+            self._store = dist.PrefixStore(f"autotp/{self.ranks}/{prefix}", dist.distributed_c10d._get_default_store())
+
+    def __repr__(self) -> str:
+        return f"TPGroup(tp_rank={self.tp_rank}, tp_size={self.tp_size}, ranks={list(self.ranks)}, device={self.device})"
+
+    def __deepcopy__(self, memo: dict) -> TPGroup:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise AutoTPError(
+            "a parallelized module can't be pickled: its process group means nothing in another process. "
+            "Save with autotp.save_pretrained or autotp.full_state_dict, or call autotp.unshard(model) first."
+        )
+
+    # -- agreement, on the host ---------------------------------------------------------------------------------------
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's `value` (picklable), in rank order, on every rank."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.tp_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """Rank `source`'s `value` (picklable) on every rank."""
+        if self.group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self.ranks[source], group=self.group)
+        return box[0]
+
+    @contextmanager
+    def together(self, doing: str):
+        """Run a block with no collective inside on every rank, then raise on all ranks if it raised on any.
+
+        Without it, a rank that fails alone leaves the others waiting in their next collective.
+
+        Raises:
+            the rank's own error where it failed; AutoTPError naming those ranks and their first error elsewhere.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:  # every failure is voted on, whatever its type
+            error = caught
+        errors = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        failed = [rank for rank, text in enumerate(errors) if text]
+        if failed:
+            raise AutoTPError(f"{doing} failed on TP rank(s) {failed}; rank {failed[0]} said: {errors[failed[0]]}")
+
+    def arrive(self, what: str, note: str = "", wait: bool = True) -> list[str]:
+        """Wait until every rank has come here, before any collective; returns every rank's `note`.
+
+        With `wait=False` only leaves the note for the others and returns [], for a rank that gives up on an error.
+
+        Raises:
+            GatherError: naming the ranks that did not come within `timeout_s`.
+        """
+        if self._store is None:
+            return [note]
+        key = f"arrive/{next(self._arrivals)}"
+        self._store.set(f"{key}/{self.tp_rank}", f"{what}|{note}")
+        if not wait:
+            return []
+        missing, notes = [], []
+        for rank in range(self.tp_size):
+            try:
+                # The first absent rank costs the timeout; whoever else is absent by then gets no second one.
+                wait = timedelta(seconds=0.05 if missing else self.timeout_s)
+                self._store.wait([f"{key}/{rank}"], wait)
+                there, _, text = self._store.get(f"{key}/{rank}").decode().partition("|")
+            except (RuntimeError, dist.DistError):
+                missing.append(rank)
+                continue
+            if there != what:
+                raise GatherError(f"TP rank {rank} is in {there} while rank {self.tp_rank} is in {what}: call both on all ranks")
+            notes.append(text)
+        if missing:
+            raise GatherError(
+                f"{what}: TP rank(s) {missing} did not come within {self.timeout_s:g} s. "
+                f"Every rank of the TP group must call it, rank 0 included."
+            )
+        return notes
+
+    def holder_group(self, ranks: tuple[int, ...]) -> TPGroup:
+        """The subgroup of `ranks` (TP ranks). Made once; every member of this group must ask for it, in one order."""
+        if ranks == tuple(range(self.tp_size)):
+            return self
+        if ranks not in self._holder_groups:
+            group = dist.new_group([self.ranks[rank] for rank in ranks], use_local_synchronization=False)
+            self._holder_groups[ranks] = group if self.tp_rank in ranks else None
+        held = self._holder_groups[ranks]
+        sub = object.__new__(TPGroup)
+        sub.__dict__.update(self.__dict__)
+        sub.group, sub.tp_size, sub.ranks = held, len(ranks), tuple(self.ranks[rank] for rank in ranks)
+        sub.tp_rank = ranks.index(self.tp_rank) if self.tp_rank in ranks else -1
+        return sub
+
+    # -- collectives without gradient ---------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", dtype: torch.dtype | None = None) -> Tensor:
+        """The sum, max or min of `tensor` over the ranks, as a new tensor; summed in `dtype` if one is named."""
+        out = tensor.to(dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+        return self.all_reduce_owned(out, op).to(tensor.dtype)
+
+    def all_reduce_owned(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """The same, reusing `tensor`'s memory: only for a tensor that the caller made and nobody else reads."""
+        if self.tp_size == 1 or tensor.numel() == 0:
+            return tensor
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=self.group)
+        return tensor
+
+    def all_gather(self, local: Tensor, shard: Shard) -> Tensor:
+        """The full tensor of which every rank holds its part of `shard`; bitwise, uneven parts included."""
+        if self.tp_size == 1:
+            return shard.join([local])
+        sizes = [shard.local_numel(rank) for rank in range(self.tp_size)]
+        flat = local.new_zeros(max(sizes))
+        flat[: local.numel()] = local.reshape(-1)
+        every = local.new_empty(self.tp_size * max(sizes))
+        dist.all_gather_into_tensor(every, flat, group=self.group)
+        parts = every.view(self.tp_size, -1)
+        return shard.join([parts[r, : sizes[r]].view(shard.local_shape(r)) for r in range(self.tp_size)])
+
+    def start_gather(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """Begin to gather every rank's `tensor` as `[tp_size, *shape]`; `wait()` on the second value before reading it."""
+        every = tensor.new_empty(self.tp_size * tensor.numel())
+        work = dist.all_gather_into_tensor(every, tensor.reshape(-1), group=self.group, async_op=True)
+        return every.view(self.tp_size, *tensor.shape), work
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Rank `source`'s `tensor`; the others give one of the same shape and dtype, which is written."""
+        if self.tp_size > 1:
+            dist.broadcast(tensor, src=self.ranks[source], group=self.group)
+        return tensor
+
+
+# -- differentiable collectives -----------------------------------------------------------------------------------------
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: TPGroup, dtype: torch.dtype | None) -> Tensor:
+        ctx.group, ctx.dtype = group, dtype
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return ctx.group.all_reduce(grad, dtype=ctx.dtype), None, None
+
+
+class _ReduceFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: TPGroup, dtype: torch.dtype | None) -> Tensor:
+        return group.all_reduce(x, dtype=dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return grad, None, None
+
+
+class _GatherFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
+        ctx.group, ctx.shard = group, shard
+        return group.all_gather(x, shard)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return ctx.shard.split(grad, ctx.group.tp_rank).contiguous(), None, None
+
+
+class _SplitToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
+        ctx.group, ctx.shard = group, shard
+        return shard.split(x, group.tp_rank).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return ctx.group.all_gather(grad, ctx.shard), None, None
+
+
+def copy_to_group(x: Tensor, group: TPGroup, dtype: torch.dtype | None = None) -> Tensor:
+    """`x` itself; its gradient is summed over the ranks (in `dtype` if one is named), each of which adds a part of it."""
+    return x if group.tp_size == 1 else _CopyToGroup.apply(x, group, dtype)
+
+
+def reduce_from_group(x: Tensor, group: TPGroup, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum of `x` over the ranks; every rank's gradient passes through unchanged."""
+    return x if group.tp_size == 1 else _ReduceFromGroup.apply(x, group, dtype)
+
+
+def gather_from_group(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
+    """The full tensor of the ranks' parts; the gradient, equal on all ranks, is split again. Parts held twice: refused."""
+    return x if group.tp_size == 1 else _GatherFromGroup.apply(x, group, shard)
+
+
+def split_to_group(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
+    """This rank's part of `x`, which is equal on all ranks; the parts' gradients are gathered."""
+    return x if group.tp_size == 1 else _SplitToGroup.apply(x, group, shard)
+
+
+# -- finding the group --------------------------------------------------------------------------------------------------
+
+
+def local_device() -> torch.device:
+    """The GPU that belongs to this process (`LOCAL_RANK`), or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def init_process_group_from_env() -> None:
+    """Start `torch.distributed` under torchrun: NCCL bound to this rank's GPU where there is one, gloo otherwise."""
+    if dist.is_initialized():
+        return
+    device = local_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+
+
+def resolve_group(group_or_mesh: Any = None, timeout_s: float = 600) -> TPGroup:
+    """The TPGroup of what the caller gave: a process group, a one-axis DeviceMesh, a TPGroup, or None.
+
+    None means all ranks of the job: the default process group, which is started if torchrun's variables are there.
+
+    Raises:
+        AutoTPError: no group, no mesh and no torchrun; a mesh of several axes; a rank outside the group.
+    """
+    if isinstance(group_or_mesh, TPGroup):
+        return group_or_mesh
+    if group_or_mesh is None:
+        if not dist.is_initialized():
+            if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+                raise AutoTPError(
+                    "there is no process group to shard over. Start the script with `torchrun --nproc-per-node N script.py`, "
+                    "or pass a process group or a one-axis DeviceMesh as the second argument."
+                )
+            init_process_group_from_env()
+        group = dist.group.WORLD
+    elif isinstance(group_or_mesh, dist.DeviceMesh):
+        if group_or_mesh.ndim != 1:
+            names = group_or_mesh.mesh_dim_names
+            raise AutoTPError(
+                f"a DeviceMesh of {group_or_mesh.ndim} axes {names} does not say which is the TP axis: pass mesh['tp'], say"
+            )
+        group = group_or_mesh.get_group()
+    elif isinstance(group_or_mesh, dist.ProcessGroup):
+        group = group_or_mesh
+    else:
+        raise AutoTPError(f"expected a process group, a one-axis DeviceMesh or None, got {type(group_or_mesh).__name__}")
+    if group is None or dist.get_rank(group) < 0:
+        raise AutoTPError("this rank is not in the process group it was given: only its members call parallelize")
+    on_gpu = "nccl" in dist.get_backend_config(group)
+    return TPGroup(group, local_device() if on_gpu else torch.device("cpu"), timeout_s)
+
+
+def ranks_of(group: Any = None) -> tuple[int, ...]:
+    """Global ranks of a process group or DeviceMesh; None is the default group, and a tuple of them is taken together."""
+    if isinstance(group, tuple | list):
+        return tuple(rank for part in group for rank in ranks_of(part))
+    if isinstance(group, dist.DeviceMesh):
+        return tuple(group.mesh.flatten().tolist())
+    return tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+
+
+def run_ranks(group: TPGroup, work: Callable[[], Any], what: str) -> Any:
+    """`work()` after every rank has arrived, with a failure on any rank raised on all (see `TPGroup.together`)."""
+    group.arrive(what)
+    result = None
+    with group.together(what):
+        result = work()
+    return result

@@ -1,0 +1,254 @@
+"""A plan: which module becomes what, which slice of each parameter every rank holds, and why. Pure, frozen data.
+
+`print(plan)` is the explanation a user reads; `to_json` / `from_json` make it reviewable and reusable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ..errors import PlanError
+from ..shard import Shard
+
+COLUMN_STYLES = ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep")
+ROW_STYLES = ("rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep")
+GATHERING_STYLES = ("colwise_gather_output", "colwise_rep")
+SPLITTING_STYLES = ("rowwise_split_input", "rowwise_rep")
+EMBEDDING_STYLES = ("embedding_rowwise", "embedding_colwise")
+SUM_STYLES = ("replicated_with_grad_allreduce",)
+MISC_STYLES = ("mla_kv_a_proj", "local_params", "replicate", "whole")
+NOT_BUILT_STYLES = {
+    "sequence_parallel": "sequence parallelism is not built yet",
+    "moe_tp_experts": "stacked experts are not split yet",
+    "moe_identity_expert": "stacked experts are not split yet",
+    "grouped_gemm": "expert parallelism is not built",
+    "ep_dispatch_experts": "expert parallelism is not built",
+    "ep_router": "expert parallelism is not built",
+    "gather": "expert parallelism is not built",
+    "all_reduce": "reducing a module's output is not built yet",
+}
+STYLES = COLUMN_STYLES + ROW_STYLES + EMBEDDING_STYLES + SUM_STYLES + MISC_STYLES + tuple(NOT_BUILT_STYLES)
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """What one module becomes.
+
+    Attributes:
+        name: full module name.
+        style: transformers' word for it, see `STYLES`.
+        shards: parameter name -> which slice each rank holds.
+        unit: columns (or rows) that must stay together, e.g. the head size; parts: sizes of the packed parts in order.
+        siblings: linears with the same value read one input and share one backward collective.
+        summed: parameters kept whole whose gradient is partial on each rank and is summed over all.
+        columns: for a whole linear, `(start, stop)` of output columns that enter sharded computation.
+        attrs: attribute -> its value on each rank.
+        reduce_dtype: dtype name in which partial sums are added up; None for the tensor's own.
+        source: where the line comes from; why: one line for the reader.
+    """
+
+    name: str
+    style: str
+    shards: dict[str, Shard] = field(default_factory=dict)
+    unit: int = 1
+    parts: tuple[int, ...] | None = None
+    siblings: str | None = None
+    summed: tuple[str, ...] = ()
+    columns: tuple[int, int] | None = None
+    attrs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    reduce_dtype: str | None = None
+    source: str = "hf"
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A column -> row pair: sites that are split together with no communication between them.
+
+    Attributes:
+        scope: the module that holds all of them.
+        columns, rows: names of the linears split on their outputs, and on their inputs.
+        entry: `(module name, argument)` at which whole activations enter; exit: modules whose output is reduced.
+        units: how many units each rank is dealt.
+        enters: `(module name, start, stop)`: output columns of whole linears that need their gradient summed.
+    """
+
+    scope: str
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    entry: tuple[tuple[str, str], ...]
+    exit: tuple[str, ...]
+    units: tuple[int, ...]
+    enters: tuple[tuple[str, int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class WholePlan:
+    """Parameters left whole on every rank: how many elements, and why."""
+
+    name: str
+    numel: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A tensor-parallel plan of one model over `tp_size` ranks.
+
+    Attributes:
+        model: class name of the model it was made for.
+        modules, regions, whole: what changes, in pairs; what does not, and why.
+        tied: names of parameters that are one tensor, as tuples.
+        head: name of the output embedding if it is split over the vocabulary; loss: what computes the loss then.
+        param_bytes: parameter name -> bytes of the full tensor.
+        versions: library versions it was made with.
+    """
+
+    tp_size: int
+    model: str
+    modules: tuple[ModulePlan, ...] = ()
+    regions: tuple[Region, ...] = ()
+    whole: tuple[WholePlan, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+    head: str | None = None
+    loss: str = ""
+    param_bytes: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> ModulePlan:
+        return self.by_name[name]
+
+    @property
+    def by_name(self) -> dict[str, ModulePlan]:
+        """Module name -> its plan."""
+        return {module.name: module for module in self.modules}
+
+    @property
+    def shards(self) -> dict[str, Shard]:
+        """Full parameter name -> Shard, for every parameter that is not whole."""
+        return {f"{m.name}.{p}" if m.name else p: shard for m in self.modules for p, shard in m.shards.items()}
+
+    def bytes_of_rank(self, rank: int) -> int:
+        """Bytes of parameters that `rank` holds; a tied tensor counts once."""
+        shards, total = self.shards, 0
+        repeats = {name for group in self.tied for name in group[1:]}
+        for name, size in self.param_bytes.items():
+            if name not in repeats:
+                shard = shards.get(name)
+                numel = max(1, Shard.whole(shard.shape, 1).local_numel(0)) if shard else 1
+                total += size * shard.local_numel(rank) // numel if shard else size
+        return total
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of all parameters; a tied tensor counts once."""
+        repeats = {name for group in self.tied for name in group[1:]}
+        return sum(size for name, size in self.param_bytes.items() if name not in repeats)
+
+    @property
+    def split_share(self) -> float:
+        """Share of the parameter bytes that is split over the ranks."""
+        repeats = {name for group in self.tied for name in group[1:]}
+        split = sum(self.param_bytes.get(name, 0) for name in self.shards if name not in repeats)
+        return split / max(1, self.full_bytes)
+
+    # -- JSON ---------------------------------------------------------------------------------------------------------
+
+    def to_json(self, indent: int | None = None) -> str:
+        """The plan as JSON text; `Plan.from_json` gives an equal plan."""
+        data = asdict(replace(self, modules=()))
+        data["modules"] = []
+        for module in self.modules:
+            entry = asdict(replace(module, shards={}))
+            entry["shards"] = {name: shard.to_json() for name, shard in module.shards.items()}
+            data["modules"].append(entry)
+        return json.dumps(data, indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The inverse of `to_json`.
+
+        Raises:
+            PlanError: the text is not a plan.
+        """
+        try:
+            data = json.loads(text)
+            modules = []
+            for entry in data["modules"]:
+                shards = {name: Shard.from_json(shard) for name, shard in entry.pop("shards").items()}
+                attrs = {name: tuple(values) for name, values in entry.pop("attrs").items()}
+                modules.append(ModulePlan(**{k: _tuples(v) for k, v in entry.items()}, shards=shards, attrs=attrs))
+            regions = tuple(Region(**{k: _tuples(v) for k, v in entry.items()}) for entry in data["regions"])
+            whole = tuple(WholePlan(**entry) for entry in data["whole"])
+            rest = {k: _tuples(v) for k, v in data.items() if k not in ("modules", "regions", "whole")}
+            return cls(modules=tuple(modules), regions=regions, whole=whole, **rest)
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise PlanError(f"this is not a plan that Plan.to_json wrote: {error!r}") from error
+
+    def digest(self) -> str:
+        """A short hash of everything in the plan: equal on all ranks or nothing is rewritten."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    # -- for the reader -----------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def describe(self, rank: int = 0) -> str:
+        """The table a user reads: styles and `rank`'s shapes by name pattern, bytes, collectives, what is whole and why."""
+        gib = 1 / 2**30
+        lines = [
+            f"{self.model} over {self.tp_size} ranks: {self.split_share:.1%} of {self.full_bytes * gib:.2f} GiB of parameters split, "
+            f"{self.bytes_of_rank(rank) * gib:.2f} GiB on rank {rank}",
+            "",
+        ]
+        lines += _table(["module", "style", "full", f"rank {rank}", "from"], self._rows(rank))
+        if self.head or self.loss:
+            lines += ["", f"loss and logits: {self.loss}"]
+        forward, backward = self.collectives
+        lines += ["", f"collectives of activations in the regions: {forward} all-reduces forward, {backward} backward"]
+        if self.whole:
+            lines += ["", "left whole on every rank:"]
+            grouped: dict[tuple[str, str], int] = Counter()
+            for entry in self.whole:
+                grouped[fold_name(entry.name), entry.reason] += entry.numel
+            ordered = sorted(grouped.items(), key=lambda item: -item[1])
+            lines += _table(["parameters", "elements", "why"], [[name, f"{n:,}", why] for (name, why), n in ordered])
+        return "\n".join(lines)
+
+    @property
+    def collectives(self) -> tuple[int, int]:
+        """All-reduces of activations inside the regions, `(forward, backward)`: one a row, one a group of siblings."""
+        rows = sum(len(region.rows) for region in self.regions)
+        groups = {m.siblings for m in self.modules if m.siblings and m.style in COLUMN_STYLES}
+        return rows, len(groups) + sum(len(region.enters) for region in self.regions)
+
+    def _rows(self, rank: int) -> list[list[str]]:
+        rows: dict[tuple[str, ...], int] = {}
+        for module in self.modules:
+            shard = module.shards.get("weight") or next(iter(module.shards.values()), None)
+            full = "x".join(map(str, shard.shape)) if shard else "-"
+            local = "x".join(map(str, shard.local_shape(rank))) if shard else "whole"
+            key = (fold_name(module.name), module.style, full, local, module.source + (f": {module.why}" if module.why else ""))
+            rows[key] = rows.get(key, 0) + 1
+        return [[f"{key[0]} ({n}x)" if n > 1 else key[0], *key[1:]] for key, n in rows.items()]
+
+
+def fold_name(name: str) -> str:
+    """`name` with its layer numbers as `*`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+    return [lines[0], "-" * min(len(lines[0]) + 8, 120), *lines[1:]]

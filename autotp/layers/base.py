@@ -1,0 +1,161 @@
+"""What every rewritten module has in common: where its shards are recorded, and how full weights reach them.
+
+A module is rewritten in place: its class gains a sharded forward, its name, hooks, Parameter objects and state-dict keys
+stay. What is sharded is recorded on the *module* (`tp`, `shards`), because attributes on tensors and maps keyed by
+Parameter die under deepcopy, `load_state_dict(assign=True)` and FSDP2.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import TPGroup
+from ..errors import AutoTPError, PlanError
+from ..shard import Shard
+
+# The one global: Parameter -> the module that holds it, for callers that hand over bare parameter lists. Keyed by id,
+# since Parameters compare elementwise; refilled from the modules by `index_parameters`.
+_holder_of: dict[int, tuple[weakref.ref, weakref.ref, str]] = {}
+
+
+class TensorParallel_Layer(nn.Module):
+    """Base of the rewritten modules; mixed in front of the plain class it stands for.
+
+    Attributes:
+        tp: the TPGroup its parameters are dealt over.
+        shards: parameter (or buffer) name -> Shard, for each that is not whole on every rank.
+        full_name: the module's name in the model, for messages.
+    """
+
+    tp: TPGroup
+    shards: dict[str, Shard]
+    full_name: str
+
+    def extra_repr(self) -> str:
+        full = ", ".join(f"{name} {list(shard.shape)}" for name, shard in self.shards.items())
+        return f"{super().extra_repr()}, tp={self.tp.tp_rank}/{self.tp.tp_size}, full: {full}"
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        """Takes full tensors as well as this rank's own; a full one is split first."""
+        for name, shard in self.shards.items():
+            value = state_dict.get(prefix + name)
+            own = getattr(self, name, None)
+            if value is not None and own is not None and tuple(value.shape) == shard.shape != tuple(own.shape):
+                state_dict[prefix + name] = shard.split(value, self.tp.tp_rank).clone()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class SummedGradients(TensorParallel_Layer):
+    """A module kept whole whose parameters see only part of the work on each rank: a per-head norm, say.
+
+    The sum over the ranks is part of autograd where the forward reads the parameter, so it is right under gradient
+    accumulation, freezing, deepcopy and data parallelism. `summed` names the parameters.
+    """
+
+    summed: tuple[str, ...]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        from ..comm import copy_to_group
+
+        own = self._parameters
+        read = dict(own)
+        for name in self.summed:
+            if own[name] is not None and own[name].requires_grad:
+                read[name] = copy_to_group(own[name], self.tp, torch.float32)
+        self.__dict__["_parameters"] = read
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.__dict__["_parameters"] = own
+
+
+def insert_class(module: nn.Module, layer: type[nn.Module]) -> None:
+    """Give `module` the forward of `layer`, keeping its own class' where that calls `super().forward`.
+
+    A plain `nn.Linear` becomes the layer itself. A subclass that builds on the plain forward (a scaled embedding, say)
+    gets the layer between itself and the plain class.
+
+    Raises:
+        PlanError: the module's class replaces the plain forward instead of building on it.
+    """
+    cls = type(module)
+    plain = next((base for base in layer.__mro__ if base in (nn.Linear, nn.Embedding) or base.__name__ == "Conv1D"), None)
+    if plain is None:  # a mixin for any module: it stands in front
+        module.__class__ = type(cls.__name__, (layer, cls), {"__module__": cls.__module__, "plain_class": cls})
+        return
+    if cls is plain:
+        module.__class__ = layer
+        return
+    forward = cls.forward
+    if forward is not plain.forward and "super" not in forward.__code__.co_names:
+        raise PlanError(
+            f"{cls.__name__} has a forward of its own that does not build on {plain.__name__}.forward, so it can't be sharded. "
+            f"Leave it out of the plan."
+        )
+    module.__class__ = type(cls.__name__, (cls, layer), {"__module__": cls.__module__, "plain_class": cls})
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that `insert_class` found."""
+    cls = type(module)
+    if "plain_class" in cls.__dict__:
+        return cls.__dict__["plain_class"]
+    return next(base for base in cls.__mro__ if base in (nn.Linear, nn.Embedding) or base.__name__ == "Conv1D")
+
+
+def sharded_modules(model: nn.Module) -> Iterator[tuple[str, TensorParallel_Layer]]:
+    """`(name, module)` of every rewritten module below `model`."""
+    for name, module in model.named_modules():
+        if isinstance(module, TensorParallel_Layer):
+            yield name, module
+
+
+def find_group(model: nn.Module) -> TPGroup | None:
+    """The TPGroup of the first rewritten module below `model`; None if it has none."""
+    return next((module.tp for _, module in sharded_modules(model)), None)
+
+
+def index_parameters(model: nn.Module) -> None:
+    """Note for every parameter of a parallelized `model` which module holds it, sharded or not."""
+    if find_group(model) is None:
+        return
+    root = weakref.ref(model)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                _holder_of[id(parameter)] = (weakref.ref(parameter), root, name)
+                if isinstance(module, TensorParallel_Layer):
+                    _holder_of[id(parameter)] = (weakref.ref(parameter), weakref.ref(module), name)
+
+
+def holder_of(parameter: Tensor) -> tuple[nn.Module, str] | None:
+    """The module that holds `parameter` and its name there: the rewritten module, or the model's root for a whole one.
+
+    None for a parameter of no parallelized model.
+    """
+    entry = _holder_of.get(id(parameter))
+    if entry is None:
+        return None
+    alive, module, name = entry[0](), entry[1](), entry[2]
+    if alive is not parameter or module is None:
+        del _holder_of[id(parameter)]
+        return None
+    return module, name
+
+
+def check_usable(module: nn.Module) -> None:
+    """Raise if a fault left `module` half rewritten.
+
+    Raises:
+        AutoTPError: with the reason that was noted when it broke.
+    """
+    for child in module.modules():
+        if "broken" in child.__dict__:
+            raise AutoTPError(f"this model can't be used any more: {child.__dict__['broken']}. Load it again.")

@@ -1,0 +1,101 @@
+"""A pool of gloo ranks, started once per test session: starting processes is what makes multi-rank suites slow."""
+
+from __future__ import annotations
+
+import os
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+POOL = 4
+
+
+def _serve(rank: int, store_file: str, inbox: Any, outbox: Any) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store_file}", rank=rank, world_size=POOL)
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, POOL + 1)}
+    while True:
+        job = inbox.get()
+        if job is None:
+            break
+        fn, args, size = job
+        try:
+            result = fn(groups[size], *args)
+            outbox.put((rank, True, result))
+        except BaseException:
+            outbox.put((rank, False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class RankError(AssertionError):
+    """A rank raised; the message holds every failing rank's traceback."""
+
+
+class RankPool:
+    """`POOL` processes that run module-level functions of the tests on process groups of 1 to `POOL` ranks."""
+
+    def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._dir = tempfile.TemporaryDirectory()
+        self._inboxes = [context.Queue() for _ in range(POOL)]
+        self._outbox = context.Queue()
+        store = os.path.join(self._dir.name, "store")
+        self._processes = [
+            context.Process(target=_serve, args=(rank, store, self._inboxes[rank], self._outbox), daemon=True) for rank in range(POOL)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, fn: Callable, *args: Any, size: int = 2, timeout_s: float = 240) -> list[Any]:
+        """`fn(group, *args)` on the first `size` ranks; their results in rank order.
+
+        Raises:
+            RankError: some rank raised (all tracebacks), or did not answer in time; the pool is started afresh then.
+        """
+        for rank in range(size):
+            self._inboxes[rank].put((fn, args, size))
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while len(results) + len(failures) < size:
+            try:
+                # Once one rank has failed, the others may wait for it for ever.
+                rank, good, value = self._outbox.get(timeout=15 if failures else timeout_s)
+            except queue.Empty:
+                break
+            (results if good else failures)[rank] = value
+        silent = [rank for rank in range(size) if rank not in results and rank not in failures]
+        if silent:
+            self.restart()
+        if failures or silent:
+            text = "".join(f"\n--- rank {rank}\n{trace}" for rank, trace in sorted(failures.items()))
+            raise RankError(text + (f"\n--- ranks {silent} did not answer" if silent else ""))
+        return [results[rank] for rank in range(size)]
+
+    def restart(self) -> None:
+        """New processes, after a hang."""
+        self.stop(kill=True)
+        self._start()
+
+    def stop(self, kill: bool = False) -> None:
+        """End the processes."""
+        for process, inbox in zip(self._processes, self._inboxes, strict=True):
+            if kill:
+                process.kill()
+            else:
+                inbox.put(None)
+        for process in self._processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+        self._dir.cleanup()
