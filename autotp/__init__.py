@@ -1,1 +1,45 @@
+"""autotp: make an existing Hugging Face model tensor-parallel with one call."""
 
+__version__ = "0.1.0"
+
+from .checkpoint.save import save_pretrained
+from .comm import TPGroup
+from .errors import AutoTPError, CheckpointError, GatherError, KernelUnsupported, PlanError, ProofError
+from .inject.plan import ModulePlan, Plan, Region
+from .inject.rewrite import from_pretrained, parallelize, unshard
+from .inject.rules import make_plan
+from .layers.base import TensorParallel_Layer
+from .layers.cross_entropy import vocab_parallel_cross_entropy
+from .layers.gather import GatherReplacedLayerParams
+from .layers.linear import LinearAllreduce, LinearLayer
+from .layers.stream import full_state_dict, load_full_state_dict
+from .shard import Shard
+from .train import clip_grad_norm_, verify
+
+__all__ = [
+    "AutoTPError",
+    "CheckpointError",
+    "GatherError",
+    "GatherReplacedLayerParams",
+    "KernelUnsupported",
+    "LinearAllreduce",
+    "LinearLayer",
+    "ModulePlan",
+    "Plan",
+    "PlanError",
+    "ProofError",
+    "Region",
+    "Shard",
+    "TPGroup",
+    "TensorParallel_Layer",
+    "clip_grad_norm_",
+    "from_pretrained",
+    "full_state_dict",
+    "load_full_state_dict",
+    "make_plan",
+    "parallelize",
+    "save_pretrained",
+    "unshard",
+    "verify",
+    "vocab_parallel_cross_entropy",
+]

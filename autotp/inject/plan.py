@@ -201,9 +201,9 @@ class Plan:
 
     def describe(self, rank: int = 0) -> str:
         """The table a user reads: styles and `rank`'s shapes by name pattern, bytes, collectives, what is whole and why."""
-        gib = 1 / 2**30
+        gib, full = 1 / 2**30, self.full_bytes
         lines = [
-            f"{self.model} over {self.tp_size} ranks: {self.split_share:.1%} of {self.full_bytes * gib:.2f} GiB of parameters split, "
+            f"{self.model} over {self.tp_size} ranks: {self.split_share:.1%} of {full * gib:.2f} GiB of parameters split, "
             f"{self.bytes_of_rank(rank) * gib:.2f} GiB on rank {rank}",
             "",
         ]

@@ -1,0 +1,53 @@
+"""Finds a checkpoint and builds its model with parameters on meta."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, GenerationConfig
+
+from ..checkpoint.source import SafetensorsSource
+from ..errors import CheckpointError
+
+
+def find_checkpoint(path: str | os.PathLike) -> Path:
+    """The directory of a checkpoint: `path` itself, or the local copy of a hub id (fetched if need be).
+
+    Raises:
+        CheckpointError: there is no such directory and no such hub model that can be reached.
+    """
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"]))
+    except Exception as error:  # whatever the hub raises, the reader needs the path and one line
+        raise CheckpointError(f"{path} is neither a directory nor a model that the hub gives: {error}") from error
+
+
+def build_empty(directory: Path, source: SafetensorsSource, dtype: torch.dtype | str | None) -> nn.Module:
+    """The checkpoint's model: parameters on meta in their final dtype, buffers real, generation config as saved."""
+    config = AutoConfig.from_pretrained(directory)
+    names = getattr(config, "architectures", None) or []
+    cls = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    if cls is None:
+        raise CheckpointError(f"{directory}/config.json names the class {names}, which transformers does not have")
+    if dtype == "auto":
+        found = getattr(config, "dtype", None)
+        if not isinstance(found, torch.dtype):
+            floating = [source.dtype(name) for name in sorted(source.names()) if source.dtype(name).is_floating_point]
+            found = floating[0] if floating else None
+        dtype = found
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    with init_empty_weights(include_buffers=False):
+        model = cls._from_config(config, dtype=wanted) if wanted is not None else cls._from_config(config)
+    if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model

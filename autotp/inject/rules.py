@@ -1,0 +1,340 @@
+"""Where a plan comes from: the caller's dict, or the model's own Hugging Face plan.
+
+Both name modules and styles; this file matches the names, pairs columns with rows, decides how many units each rank gets
+and says of everything left whole why. It touches no weight and needs no process group: a model on meta is enough.
+"""
+
+from __future__ import annotations
+
+import difflib
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ..errors import PlanError
+from ..layers.embedding import check_embedding
+from ..layers.entry import SHARDED_LOSS, check_logits_path
+from ..shard import Shard
+from . import plan as styles
+from .pairs import Layout, pair_regions
+from .plan import ModulePlan, Plan, WholePlan
+
+Spec = dict[str, Any]
+SPEC_KEYS = {"style", "parts", "unit", "attrs", "reduce_dtype"}
+NOT_BUILT_SPEC_KEYS = {"forward": "replacement forwards"}
+
+
+def make_plan(
+    model_or_config: nn.Module | PreTrainedConfig, tp_size: int, plan: Any = "auto", head: str = "auto", inputs: Any = None
+) -> Plan:
+    """The plan for a model over `tp_size` ranks; touches no weight, so a config or a model on meta will do.
+
+    Args:
+        model_or_config: the model, or a transformers config (its class is then built on meta).
+        tp_size: number of ranks.
+        plan: "auto" or "hf" for the model's own Hugging Face plan; a dict of names or patterns to a style or to
+            `{style, parts, unit, attrs, reduce_dtype}`; or a `Plan`, which is checked against the model.
+        head: "auto" splits the vocabulary of embedding and head; "whole" leaves the head (and a tied embedding) whole.
+        inputs: example calls, for discovery, which is not built yet.
+
+    Raises:
+        PlanError: what the plan names does not exist, is half a pair, or can't be dealt to `tp_size` ranks.
+    """
+    if inputs is not None:
+        raise PlanError("inputs= is for discovering a plan, which is not built yet: leave it out")
+    if not isinstance(tp_size, int) or tp_size < 1:
+        raise PlanError(f"tp_size={tp_size!r} is not a number of ranks")
+    if head not in ("auto", "whole"):
+        raise PlanError(f"head={head!r} is neither 'auto' nor 'whole'")
+    model = build_on_meta(model_or_config) if isinstance(model_or_config, PreTrainedConfig) else model_or_config
+    if isinstance(plan, Plan):
+        check_plan(model, plan, tp_size)
+        return plan
+    own = plan in ("auto", "hf") if isinstance(plan, str) else False
+    if own:
+        specs = expand_names(model, {key: {"style": style} for key, style in read_hf_plan(model).items()}, source="hf")
+    elif isinstance(plan, Mapping):
+        specs = expand_names(model, {key: read_spec(key, value) for key, value in plan.items()}, source="caller")
+    else:
+        raise PlanError(f"plan={plan!r} is not 'auto', 'hf', a dict of names to styles, or a Plan")
+    return _assemble(model, tp_size, specs, head, source="hf" if own else "caller")
+
+
+def build_on_meta(config: PreTrainedConfig) -> nn.Module:
+    """The config's model, all of it on meta: the class it names, or else the causal LM, or else the bare model."""
+    names = getattr(config, "architectures", None) or []
+    cls = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    with torch.device("meta"):
+        if cls is not None:
+            return cls(config)
+        try:
+            return transformers.AutoModelForCausalLM.from_config(config)
+        except ValueError:
+            return transformers.AutoModel.from_config(config)
+
+
+def read_hf_plan(model: nn.Module) -> dict[str, str]:
+    """Transformers' own plan of a model.
+
+    Raises:
+        PlanError: it has none.
+    """
+    found = dict(getattr(model, "_tp_plan", None) or {})
+    if not found:
+        raise PlanError(
+            f"{type(model).__name__} has no Hugging Face tensor-parallel plan. Pass one: "
+            f"plan={{'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise', ...}}"
+        )
+    return found
+
+
+def read_spec(key: str, value: Any) -> Spec:
+    """One value of a caller's dict as `{style, ...}`.
+
+    Raises:
+        PlanError: an unknown style or key.
+    """
+    spec = {"style": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else None
+    if spec is None:
+        raise PlanError(f"plan[{key!r}] is {value!r}: expected a style or {{'style': ..., 'parts': ..., 'unit': ...}}")
+    for name in spec:
+        if name in NOT_BUILT_SPEC_KEYS:
+            raise PlanError(f"plan[{key!r}]: {NOT_BUILT_SPEC_KEYS[name]} ({name}=) are not built yet")
+        if name not in SPEC_KEYS:
+            raise PlanError(f"plan[{key!r}] has {name!r}; known keys are {sorted(SPEC_KEYS)}")
+    style = spec.setdefault("style", "replicate")
+    if style not in styles.STYLES:
+        near = difflib.get_close_matches(str(style), styles.STYLES, 3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"styles are {', '.join(styles.STYLES)}"
+        raise PlanError(f"plan[{key!r}]: unknown style {style!r}; {hint}")
+    return spec
+
+
+def expand_names(model: nn.Module, specs: dict[str, Spec], source: str) -> dict[str, Spec]:
+    """Patterns to full names of modules or parameters; `*` stands for a layer number or any part of a name.
+
+    Raises:
+        PlanError: a caller's key matches nothing (the nearest names are given), or two keys disagree about one name.
+    """
+    names = [name for name, _ in model.named_modules() if name] + [
+        name for name, _ in model.named_parameters(remove_duplicate=False)
+    ]
+    found: dict[str, Spec] = {}
+    from_key: dict[str, str] = {}
+    for key, spec in specs.items():
+        matched = match_names(key, names)
+        if not matched and source == "caller":
+            folded = sorted({styles.fold_name(name) for name in names})
+            near = difflib.get_close_matches(key, folded, 3, cutoff=0.4)
+            raise PlanError(
+                f"plan key {key!r} matches no module or parameter of {type(model).__name__}; nearest: {', '.join(near)}"
+            )
+        for name in matched:
+            if name in found and found[name] != spec and source == "caller":
+                raise PlanError(f"plan keys {from_key[name]!r} and {key!r} both match {name} and disagree")
+            found[name], from_key[name] = spec, key
+            if source == "hf" and spec["style"] not in styles.STYLES:
+                found[name] = {"style": "replicate", "why": f"unknown style {spec['style']!r}"}
+    return found
+
+
+def match_names(key: str, names: Iterable[str]) -> list[str]:
+    """The names that `key` matches: in full, or as the end of a name; `*` is one part of a name, or else several."""
+    for star in (r"[^.]+", r".+"):
+        body = re.escape(key).replace(r"\*", star)
+        for prefix in ("", r"(?:.+\.)?"):
+            matched = [name for name in names if re.fullmatch(prefix + body, name)]
+            if matched:
+                return matched
+    return []
+
+
+def library_versions() -> dict[str, str]:
+    """Versions that must agree on all ranks."""
+    from .. import __version__
+
+    found = {"autotp": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {**found, "accelerate": accelerate.__version__, "python": platform.python_version()}
+
+
+def check_plan(model: nn.Module, plan: Plan, tp_size: int) -> None:
+    """Refuse a plan that was made for another size or another model.
+
+    Raises:
+        PlanError: naming the first module or shape that differs.
+    """
+    if plan.tp_size != tp_size:
+        raise PlanError(
+            f"the plan is for {plan.tp_size} ranks, but there are {tp_size}: make it again with make_plan(model, {tp_size})"
+        )
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
+    for module in plan.modules:
+        if module.name not in modules:
+            raise PlanError(f"the plan names module {module.name}, which {type(model).__name__} does not have")
+    for name, shard in plan.shards.items():
+        if name not in parameters:
+            raise PlanError(f"the plan splits {name}, which {type(model).__name__} does not have")
+        if tuple(parameters[name].shape) != shard.shape:
+            raise PlanError(f"the plan splits {name} of shape {shard.shape}, but it has shape {tuple(parameters[name].shape)}")
+
+
+# -- putting a plan together --------------------------------------------------------------------------------------------
+
+
+def _assemble(model: nn.Module, tp_size: int, specs: dict[str, Spec], head: str, source: str) -> Plan:
+    modules = dict(model.named_modules())
+    reasons: dict[str, str] = {}
+    found: dict[str, ModulePlan] = {}
+    edges, head_name = _plan_edges(model, tp_size, specs, head, source, reasons)
+    inner = {name: spec for name, spec in specs.items() if name not in edges and name not in reasons}
+    for name, spec in inner.items():
+        style = spec["style"]
+        if style in styles.NOT_BUILT_STYLES:
+            reasons[name] = styles.NOT_BUILT_STYLES[style]
+        elif style in ("whole", "replicate"):
+            reasons[name] = spec.get("why", "whole by plan")
+        elif name not in modules and modules[name.rpartition(".")[0]].get_parameter(name.rpartition(".")[2]).ndim > 2:
+            reasons[name] = "stacked experts are not split yet"
+    layouts, regions = pair_regions(model, tp_size, inner, reasons)
+    for name, layout in layouts.items():
+        found[name] = _plan_module(name, layout, source)
+    for name, spec in specs.items():
+        if spec.get("attrs"):
+            _check_attrs(modules[name], name, spec["attrs"], tp_size)
+            base = found.get(name, ModulePlan(name, "replicate", source=source))
+            found[name] = ModulePlan(**{**base.__dict__, "attrs": {k: tuple(v) for k, v in spec["attrs"].items()}})
+    found.update(edges)
+    order = {name: i for i, name in enumerate(modules)}
+    planned = tuple(sorted(found.values(), key=lambda module: order[module.name]))
+    return _finish(model, tp_size, planned, regions, reasons, head_name)
+
+
+def _plan_module(name: str, layout: Layout, source: str) -> ModulePlan:
+    return ModulePlan(
+        name=name,
+        style=layout.style,
+        shards=layout.shards,
+        unit=layout.unit,
+        parts=layout.parts,
+        siblings=layout.siblings,
+        summed=layout.summed,
+        columns=layout.columns,
+        reduce_dtype=layout.reduce_dtype,
+        source=source,
+    )
+
+
+def _check_attrs(module: nn.Module, name: str, attrs: Mapping[str, Any], tp_size: int) -> None:
+    for key, values in attrs.items():
+        if not hasattr(module, key):
+            raise PlanError(f"plan[{name!r}] edits attribute {key!r}, which {type(module).__name__} does not have")
+        if not isinstance(values, (list, tuple)) or len(values) != tp_size:
+            raise PlanError(f"plan[{name!r}]: attrs[{key!r}] must list one value for each of {tp_size} ranks, got {values!r}")
+
+
+def _plan_edges(
+    model: nn.Module, tp_size: int, specs: dict[str, Spec], head: str, source: str, reasons: dict[str, str]
+) -> tuple[dict[str, ModulePlan], str | None]:
+    """Input and output embedding, tied or not: split over the vocabulary, by one rule of their own."""
+    names = {module: name for name, module in model.named_modules()}
+    embedding, output = _embeddings(model)
+    edges: dict[str, ModulePlan] = {}
+    for name, spec in specs.items():
+        if spec["style"] in styles.EMBEDDING_STYLES and isinstance(model.get_submodule(name), nn.Embedding):
+            edges[name] = _plan_embedding(model.get_submodule(name), name, spec["style"], tp_size, source)
+    wanted = source == "hf" or any(names.get(m) in specs for m in (embedding, output) if m is not None)
+    tied = embedding is not None and output is not None and embedding.weight is output.weight
+    name_in, name_out = names.get(embedding), names.get(output)
+    for name in (name_in, name_out):
+        if name and specs.get(name, {}).get("style") in ("whole", "replicate"):
+            wanted, reasons[name] = False, "whole by plan"
+    if head == "whole" and name_out:
+        reasons[name_out] = "head='whole'"
+        if tied and name_in:
+            edges.pop(name_in, None)
+            reasons[name_in] = "tied to a head that is whole"
+            return edges, None
+    if not wanted:
+        return edges, None
+    asked = source == "hf" or tied
+    if embedding is not None and name_in and name_in not in edges and (asked or name_in in specs):
+        edges[name_in] = _plan_embedding(embedding, name_in, "embedding_rowwise", tp_size, source)
+    if head == "whole" or output is None or not name_out or not (asked or name_out in specs):
+        return edges, None
+    if type(output) is not nn.Linear or output.weight.shape[0] < tp_size:
+        reasons[name_out] = f"the head is a {type(output).__name__} of {tuple(output.weight.shape)}, not a plain nn.Linear"
+        if tied and name_in:
+            edges.pop(name_in, None)
+            reasons[name_in] = "tied to a head that is whole"
+        return edges, None
+    if tied and name_in and edges[name_in].style == "embedding_colwise":
+        raise PlanError(
+            f"{name_in} is tied to {name_out}: embedding_colwise would split the head's inputs. Use embedding_rowwise."
+        )
+    shards = {"weight": Shard.even(output.weight.shape, 0, tp_size)}
+    if output.bias is not None:
+        shards["bias"] = Shard.even(output.bias.shape, 0, tp_size)
+    edges[name_out] = ModulePlan(name_out, "colwise_gather_output", shards, source=source, why="vocabulary")
+    return edges, name_out
+
+
+def _embeddings(model: nn.Module) -> tuple[Any, Any]:
+    def ask(method: str) -> Any:
+        try:
+            return getattr(model, method)()
+        except (AttributeError, NotImplementedError):
+            return None
+
+    embedding, output = ask("get_input_embeddings"), ask("get_output_embeddings")
+    return embedding if isinstance(embedding, nn.Embedding) else None, output if isinstance(output, nn.Module) else None
+
+
+def _plan_embedding(module: Any, name: str, style: str, tp_size: int, source: str) -> ModulePlan:
+    dim = 0 if style == "embedding_rowwise" else 1
+    if module.weight.shape[dim] < tp_size:
+        raise PlanError(
+            f"{name} has {module.weight.shape[dim]} rows for {tp_size} ranks: plan {{'{name}': 'whole'}} leaves it whole"
+        )
+    shard = Shard.even(module.weight.shape, dim, tp_size)
+    check_embedding(module, name, shard)
+    return ModulePlan(name, style, {"weight": shard}, source=source, why="vocabulary" if dim == 0 else "")
+
+
+def _finish(model: nn.Module, tp_size: int, planned: tuple[ModulePlan, ...], regions, reasons, head_name) -> Plan:
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters(remove_duplicate=False)}
+    ties: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        ties.setdefault(id(parameter), []).append(name)
+    tied = tuple(tuple(names) for names in ties.values() if len(names) > 1)
+    split = {f"{m.name}.{p}" if m.name else p for m in planned for p in m.shards}
+    whole = []
+    for name, parameter in model.named_parameters():
+        if name not in split:
+            whole.append(WholePlan(name, parameter.numel(), _why_whole(name, parameter, planned, reasons)))
+    loss = "the head is whole"
+    if head_name is not None:
+        problem = check_logits_path(model)
+        loss = SHARDED_LOSS if problem is None else f"the head gathers its logits: {problem}"
+    versions = library_versions()
+    return Plan(tp_size, type(model).__name__, planned, regions, tuple(whole), tied, head_name, loss, sizes, versions)
+
+
+def _why_whole(name: str, parameter: torch.Tensor, planned: tuple[ModulePlan, ...], reasons: dict[str, str]) -> str:
+    owner, _, leaf = name.rpartition(".")
+    module = next((m for m in planned if m.name == owner), None)
+    if module is not None and leaf in module.summed:
+        return "used by every rank's columns; its gradient is summed"
+    if module is not None and module.style in styles.ROW_STYLES:
+        return "added once, after the reduction"
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        if ".".join(parts[:length]) in reasons:
+            return reasons[".".join(parts[:length])]
+    return "small" if parameter.ndim < 2 else "not named by the plan"

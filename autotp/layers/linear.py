@@ -1,0 +1,226 @@
+"""Column- and row-parallel linears: what `nn.Linear` and transformers' Conv1D are rewritten into.
+
+M rows, K in, N out, T ranks.
+
+| layer | weight | forward | backward |
+|---|---|---|---|
+| `LinearLayer` | `[N/T, K]`, bias `[N/T]` | `y_local = x @ w.T + b` | `dx = all_reduce(dy_local @ w)`, once for all siblings |
+| `LinearAllreduce` | `[N, K/T]`, bias `[N]` whole | `y = all_reduce(x_local @ w.T) + b` | no collective |
+
+The Conv1D twins hold their weights transposed, `[K, N/T]` and `[K/T, N]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..comm import TPGroup, copy_to_group, reduce_owned_from_group, resolve_group, split_to_group
+from ..errors import PlanError
+from ..kernels.dispatch import Problem, select
+from ..shard import Cut, Shard
+from .base import TensorParallel_Layer, insert_class
+from .embedding import column_shard, gather_columns
+from .siblings import SiblingInput
+
+
+class ParallelLinear(TensorParallel_Layer):
+    """What the linears have in common, and what DeepSpeed's users call on them.
+
+    Attributes:
+        run: the dispatched product.
+        reduce_dtype: dtype in which partial sums are added up; None for their own.
+    """
+
+    op = "linear"
+    out_dim, in_dim = 0, 1  # which dimension of the weight is which
+    cut_dim = 0
+    reduce_dtype: torch.dtype | None = None
+
+    def __init__(self, module: nn.Module, mp_group: Any = None, skip_partition: bool = False, name: str | None = None) -> None:
+        """Shard `module` (an `nn.Linear`, or a Conv1D for the twins) over `mp_group`; the Parameter objects are taken over.
+
+        Args:
+            module: the whole linear; it shares its Parameters with this layer, so it is sharded too.
+            mp_group: process group, one-axis mesh or TPGroup; None for a single rank.
+            skip_partition: the module's weight is this rank's part already.
+            name: for messages.
+        """
+        nn.Module.__init__(self)
+        self.__dict__.update({k: v for k, v in module.__dict__.items() if not k.startswith("_")})
+        self._parameters.update(module._parameters)
+        group = TPGroup(None, module.weight.device) if mp_group is None else resolve_group(mp_group)
+        shape = list(module.weight.shape)
+        if skip_partition:
+            shape[self.cut_dim] *= group.tp_size
+        weight = Shard.even(shape, self.cut_dim, group.tp_size)
+        prepare(self, group, self.shards_of(weight, module.bias is not None), name or type(module).__name__)
+        if not skip_partition:
+            self._tp_partition()
+
+    @classmethod
+    def shards_of(cls, weight: Shard, bias: bool) -> dict[str, Shard]:
+        """Parameter name -> Shard, given the weight's: a column layer's bias is cut as its outputs are."""
+        cut = next((c for c in weight.cuts if c.dim == cls.out_dim), None)
+        if not bias or cut is None:
+            return {"weight": weight}
+        return {"weight": weight, "bias": Shard((weight.shape[cls.out_dim],), weight.tp_size, (Cut(0, cut.runs),))}
+
+    @classmethod
+    def from_weights(cls, weight: Tensor, bias: Tensor | None = None, mp_group: Any = None, name: str | None = None) -> Self:
+        """A layer of the full `weight` and `bias`, of which this rank keeps its part."""
+        return cls(_plain_linear(cls, weight, bias), mp_group, name=name)
+
+    def gather_params(self, params: Iterable[nn.Parameter] | None = None) -> None:
+        """Give `params` (default: all sharded ones) their full values on every rank; `_tp_partition` splits them again."""
+        chosen = None if params is None else {id(p) for p in params}
+        for name, shard in self.shards.items():
+            parameter = self._parameters[name]
+            if parameter is not None and (chosen is None or id(parameter) in chosen):
+                parameter.data = self.tp.all_gather(parameter.data, shard)
+
+    @torch.no_grad()
+    def _tp_partition(self, params: Iterable[nn.Parameter] | None = None) -> None:
+        """Keep this rank's part of `params` (default: all sharded ones), which hold their full values."""
+        chosen = None if params is None else {id(p) for p in params}
+        for name, shard in self.shards.items():
+            parameter = self._parameters[name]
+            if parameter is not None and (chosen is None or id(parameter) in chosen):
+                parameter.data = shard.split(parameter.data, self.tp.tp_rank).clone()
+
+
+class LinearLayer(ParallelLinear, nn.Linear):
+    """A linear split over its outputs.
+
+    Attributes:
+        siblings: the SiblingInput shared with the linears that read the same input.
+        gather_output: all-gather the outputs, for computation that is replicated.
+    """
+
+    siblings: SiblingInput
+    gather_output = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.requires_grad and torch.is_grad_enabled():
+            input = self.siblings.enter(input)
+        y = self.run(input, self.weight, self.bias)
+        return gather_columns(y, self.shards["weight"], self.out_dim, self.tp) if self.gather_output else y
+
+
+class LinearAllreduce(ParallelLinear, nn.Linear):
+    """A linear split over its inputs; the ranks' partial outputs are summed, then the bias is added once.
+
+    Attributes:
+        ends: SiblingInputs of the region that this layer closes.
+        split_input: the input is whole: take this rank's part of it first.
+    """
+
+    cut_dim = 1
+    ends: tuple[SiblingInput, ...] = ()
+    split_input = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.tp.tp_size == 1:
+            return self.run(input, self.weight, self.bias)
+        if self.split_input:
+            input = split_columns(input, self.shards["weight"], self.in_dim, self.tp)
+        for entered in self.ends:
+            entered.clear()
+        y = reduce_owned_from_group(self.run(input, self.weight), self.tp, self.reduce_dtype)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class Conv1DLayer(ParallelLinear, Conv1D):
+    """`LinearLayer` for transformers' Conv1D: weight `[K, N/T]`."""
+
+    op, out_dim, in_dim, cut_dim = "linear_transposed", 1, 0, 1
+    siblings: SiblingInput
+    gather_output = False
+    forward = LinearLayer.forward
+
+
+class Conv1DAllreduce(ParallelLinear, Conv1D):
+    """`LinearAllreduce` for transformers' Conv1D: weight `[K/T, N]`."""
+
+    op, out_dim, in_dim, cut_dim = "linear_transposed", 1, 0, 0
+    ends: tuple[SiblingInput, ...] = ()
+    split_input = False
+    forward = LinearAllreduce.forward
+
+
+class EnteringLinear(TensorParallel_Layer, nn.Linear):
+    """A linear kept whole of whose output only some columns enter sharded computation (MLA's rotary columns).
+
+    The gradient of columns `columns[0]:columns[1]` is summed over the ranks; the others' is complete already.
+    """
+
+    columns: tuple[int, int]
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input)
+        start, stop = self.columns
+        return torch.cat([y[..., :start], copy_to_group(y[..., start:stop], self.tp), y[..., stop:]], dim=-1)
+
+
+def split_columns(x: Tensor, weight: Shard, dim: int, group: TPGroup) -> Tensor:
+    """This rank's part of `x` `[..., K]`, whose columns are dealt as `weight` deals its dimension `dim`."""
+    cut = next(cut for cut in weight.cuts if cut.dim == dim)
+    flat = x.reshape(-1, x.shape[-1])
+    local = split_to_group(flat, group, column_shard(flat.shape[0], x.shape[-1], cut))
+    return local.view(*x.shape[:-1], local.shape[-1])
+
+
+def prepare(module: Any, group: TPGroup, shards: dict[str, Shard], name: str, reduce_dtype: torch.dtype | None = None) -> None:
+    """Set what a linear's sharded forward reads; its class must be a layer's already, its data may come later."""
+    module.tp, module.shards, module.full_name = group, shards, name
+    if isinstance(module, ParallelLinear):
+        weight = module.weight
+        module.run = select(Problem(module.op, group.device.type, weight.dtype))
+        module.reduce_dtype = reduce_dtype
+        if hasattr(module, "gather_output"):
+            module.siblings = SiblingInput(group, 1, reduce_dtype)
+        set_linear_sizes(module, shards["weight"].local_shape(group.tp_rank))
+
+
+def set_linear_sizes(module: Any, shape: tuple[int, ...]) -> None:
+    """Make `in_features` and `out_features` (`nx`, `nf` of a Conv1D) those of a weight of `shape`."""
+    if isinstance(module, Conv1D):
+        module.nx, module.nf = shape
+    elif isinstance(module, nn.Linear):
+        module.out_features, module.in_features = shape
+
+
+def layer_class(module: nn.Module, row: bool) -> type[ParallelLinear]:
+    """The layer that a linear becomes.
+
+    Raises:
+        PlanError: it is no linear.
+    """
+    if isinstance(module, Conv1D):
+        return Conv1DAllreduce if row else Conv1DLayer
+    if isinstance(module, nn.Linear):
+        return LinearAllreduce if row else LinearLayer
+    raise PlanError(f"{type(module).__name__} is neither nn.Linear nor Conv1D, so it has no {'row' if row else 'column'} form")
+
+
+def rewrite_linear(
+    module: nn.Module, row: bool, group: TPGroup, shards: dict[str, Shard], name: str, dtype: torch.dtype | None
+) -> None:
+    """Turn `module` into its column or row layer in place; the data of its Parameters is cut elsewhere."""
+    insert_class(module, layer_class(module, row))
+    prepare(module, group, shards, name, dtype)
+
+
+def _plain_linear(cls: type[ParallelLinear], weight: Tensor, bias: Tensor | None) -> nn.Module:
+    out_features, in_features = weight.shape[cls.out_dim], weight.shape[cls.in_dim]
+    if issubclass(cls, Conv1D):
+        module: Any = Conv1D(out_features, in_features)
+    else:
+        module = nn.Linear(in_features, out_features, bias is not None, device="meta")
+    module.weight = nn.Parameter(weight)
+    module.bias = None if bias is None else nn.Parameter(bias)
+    return module
