@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from handmade import build, give_gradients, shard_of
+from tests.layers.handmade import build, give_gradients, shard_of
 from torch import nn
 
 from autotp.errors import AutoTPError

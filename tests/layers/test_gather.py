@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from handmade import build
+from tests.layers.handmade import build
 from torch import nn
 
 from autotp.errors import GatherError

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from handmade import build, give_gradients, shard_of
+from tests.layers.handmade import build, give_gradients, shard_of
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 

@@ -1,0 +1,143 @@
+"""Every family with a dense Hugging Face plan, against the unsharded model: logits, gradients, optimizer steps, collectives."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autotp
+from autotp.layers.base import sharded_modules
+from tests.models import DENSE, batch, tiny
+
+
+def reorder_noise(model, inputs, names):
+    """How far float32 logits and gradients lie from float64's: the noise of summing in another order."""
+    plain = run_once(copy.deepcopy(model), inputs)
+    exact = run_once(copy.deepcopy(model).double(), inputs)
+    logits = (plain[0] - exact[0]).abs().max().item()
+    return logits, {name: (plain[1][name] - exact[1][name]).abs().max().item() for name in names}
+
+
+def run_once(model, inputs):
+    """Logits `[B, S, V]` in evaluation, then every gradient of the training loss."""
+    with torch.no_grad():
+        logits = model.eval()(input_ids=inputs["input_ids"]).logits
+    model.train()(**inputs).loss.backward()
+    return logits, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def full_gradients(model):
+    """Every gradient, whole."""
+    shards = {f"{n}.{p}": (m.tp, s) for n, m in sharded_modules(model) for p, s in m.shards.items()}
+    whole = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            tp, shard = shards.get(name, (None, None))
+            whole[name] = tp.all_gather(parameter.grad, shard) if shard is not None else parameter.grad
+    return whole
+
+
+def train(model, batches, clip, steps=3, lr=1e-3):
+    """AdamW steps of two micro-batches each, clipped; returns losses and norms."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    seen = []
+    model.train()
+    for step in range(steps):
+        for inputs in batches[2 * step : 2 * step + 2]:
+            loss = model(**inputs).loss / 2
+            loss.backward()
+            seen.append(loss.item())
+        seen.append(float(clip(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+class Counter:
+    """Counts all-reduces of activations: what runs through `dist.all_reduce` with at least `least` elements."""
+
+    def __init__(self, least):
+        self.least, self.count, self.small, self.real = least, 0, 0, dist.all_reduce
+
+    def __enter__(self):
+        def counted(tensor, *args, **kwargs):
+            big = tensor.numel() >= self.least
+            self.count, self.small = self.count + big, self.small + (not big)
+            return self.real(tensor, *args, **kwargs)
+
+        dist.all_reduce = counted
+        return self
+
+    def __exit__(self, *_):
+        dist.all_reduce = self.real
+
+
+def check_family(group, family, overrides):
+    reference = tiny(family, **overrides)
+    model = autotp.parallelize(copy.deepcopy(reference), group)
+    inputs = batch(reference)
+    logits, grads = run_once(copy.deepcopy(reference), inputs)
+    noise, grad_noise = reorder_noise(reference, inputs, grads)
+    got_logits, _ = run_once(model, inputs)
+    got = full_gradients(model)
+    assert set(got) == set(grads)
+    scale = logits.abs().max().item()
+    assert (got_logits - logits).abs().max().item() <= max(1e-5 * max(1.0, scale), 4 * noise), family
+    worst = max(g.abs().max().item() for g in grads.values())
+    for name, grad in grads.items():
+        error = (got[name] - grad).abs().max().item()
+        assert error <= max(5e-5 * grad.abs().max().item(), 4 * grad_noise[name], 1e-7 * worst), (name, error, grad.abs().max().item())
+    model.zero_grad()
+    batches = [batch(reference, seed=s) for s in range(6)]
+    expected = train(reference, batches, torch.nn.utils.clip_grad_norm_)
+    assert train(model, batches, autotp.clip_grad_norm_) == pytest.approx(expected, rel=2e-4)
+    weights = autotp.full_state_dict(model)
+    if dist.get_rank(group) == 0:
+        steps, lr = 3, 1e-3
+        for name, value in reference.state_dict().items():
+            # A zero gradient (a key bias: softmax does not see a shift) is noise, and Adam makes steps of up to lr of noise.
+            off, real = (weights[name] - value).abs(), grads.get(name, torch.zeros_like(value)).abs() > 1e-5 * worst
+            assert off.max() <= 2 * steps * lr and (off * real).max() <= 5e-5, (name, off.max(), (off * real).max())
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_matches_the_unsharded_model(ranks, family):
+    ranks.run(check_family, family, {})
+
+
+@pytest.mark.parametrize(
+    "family, overrides, size",
+    [
+        ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "tie_word_embeddings": True}, 2),
+        ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "tie_word_embeddings": True}, 3),
+        ("qwen2", {"intermediate_size": 100}, 3),
+        ("gemma2", {}, 4),
+    ],
+)
+def test_matches_uneven_and_more_ranks(ranks, family, overrides, size):
+    ranks.run(check_family, family, overrides, size=size)
+
+
+def count_collectives(group, family):
+    layers = {}
+    for depth in (1, 2):
+        model = autotp.parallelize(tiny(family, num_hidden_layers=depth), group).train()
+        inputs = batch(model)
+        least = inputs["input_ids"].numel() * model.config.hidden_size
+        with Counter(least) as forward:
+            loss = model(**inputs).loss
+        with Counter(least) as backward:
+            loss.backward()
+        layers[depth] = (forward.count, backward.count, forward.small, backward.small)
+    return tuple(b - a for a, b in zip(layers[1], layers[2], strict=True))
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_collectives_of_one_layer(ranks, family, capsys):
+    counts = ranks.run(count_collectives, family)[0]
+    with capsys.disabled():
+        print(f"\n  {family}: a layer adds {counts[0]} forward, {counts[1]} backward, and {counts[2]}, {counts[3]} small ones", end="")
+    if family in ("llama", "qwen3"):
+        assert counts[:3] == (2, 2, 0)
+        assert counts[3] <= (2 if family == "qwen3" else 0)
