@@ -1,7 +1,5 @@
 """autotp: make an existing Hugging Face model tensor-parallel with one call."""
 
-__version__ = "0.1.0"
-
 from .checkpoint.save import save_pretrained
 from .comm import TPGroup
 from .errors import AutoTPError, CheckpointError, GatherError, KernelUnsupported, PlanError, ProofError
@@ -15,6 +13,7 @@ from .layers.linear import LinearAllreduce, LinearLayer
 from .layers.stream import full_state_dict, load_full_state_dict
 from .shard import Shard
 from .train import clip_grad_norm_, verify
+from .version import __version__
 
 __all__ = [
     "AutoTPError",
@@ -32,6 +31,7 @@ __all__ = [
     "Shard",
     "TPGroup",
     "TensorParallel_Layer",
+    "__version__",
     "clip_grad_norm_",
     "from_pretrained",
     "full_state_dict",

@@ -147,12 +147,12 @@ class TPGroup:
         return notes
 
     def holder_group(self, ranks: tuple[int, ...]) -> TPGroup:
-        """The subgroup of `ranks` (TP ranks). Made once; every member of this group must ask for it, in one order."""
+        """The subgroup of `ranks` (TP ranks). Made once, by its members alone."""
         if ranks == tuple(range(self.tp_size)):
             return self
         if ranks not in self._holder_groups:
-            group = dist.new_group([self.ranks[rank] for rank in ranks], use_local_synchronization=False)
-            self._holder_groups[ranks] = group if self.tp_rank in ranks else None
+            group = dist.new_group([self.ranks[rank] for rank in ranks], use_local_synchronization=True)
+            self._holder_groups[ranks] = group
         held = self._holder_groups[ranks]
         sub = object.__new__(TPGroup)
         sub.__dict__.update(self.__dict__)

@@ -7,10 +7,31 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 # Families whose configs carry a dense tensor-parallel plan.
-DENSE = (
-    "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text phi phi3 olmo olmo2 olmo3 granite starcoder2 cohere smollm3 helium glm "
-    "gpt_neox ernie4_5 arcee nemotron exaone4"
-).split()
+DENSE = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi",
+    "phi3",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "starcoder2",
+    "cohere",
+    "smollm3",
+    "helium",
+    "glm",
+    "gpt_neox",
+    "ernie4_5",
+    "arcee",
+    "nemotron",
+    "exaone4",
+]
 
 _SMALL = dict(
     vocab_size=131,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 POOL = 4
+_grid: list[Any] = []  # in a rank: the 2x2 mesh made at its start
 
 
 def _serve(rank: int, store_file: str, inbox: Any, outbox: Any) -> None:
@@ -22,6 +23,8 @@ def _serve(rank: int, store_file: str, inbox: Any, outbox: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store_file}", rank=rank, world_size=POOL)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, POOL + 1)}
+    # Made now, while all ranks have made the same groups: torch names a new group by a count that each rank keeps for itself.
+    _grid.append(dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
     while True:
         job = inbox.get()
         if job is None:
@@ -33,6 +36,11 @@ def _serve(rank: int, store_file: str, inbox: Any, outbox: Any) -> None:
         except BaseException:
             outbox.put((rank, False, traceback.format_exc()))
     dist.destroy_process_group()
+
+
+def grid() -> dist.DeviceMesh:
+    """In a rank: the 2x2 mesh with axes `dp` and `tp`."""
+    return _grid[0]
 
 
 class RankError(AssertionError):
@@ -52,7 +60,8 @@ class RankPool:
         self._outbox = context.Queue()
         store = os.path.join(self._dir.name, "store")
         self._processes = [
-            context.Process(target=_serve, args=(rank, store, self._inboxes[rank], self._outbox), daemon=True) for rank in range(POOL)
+            context.Process(target=_serve, args=(rank, store, self._inboxes[rank], self._outbox), daemon=True)
+            for rank in range(POOL)
         ]
         for process in self._processes:
             process.start()

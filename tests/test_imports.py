@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-HEIGHT = dict(errors=0, shard=1, kernels=1, comm=2, layers=3, checkpoint=4, inject=5, train=6, cli=7, __init__=8)
+HEIGHT = dict(errors=0, version=0, shard=1, kernels=1, comm=2, layers=3, checkpoint=4, inject=5, train=6, cli=7, __init__=8)
 
 
 def imported_modules(text: str, package: tuple[str, ...]) -> set[str]:

@@ -127,8 +127,8 @@ def deal_region(
         listed = ", ".join(f"{name.rpartition('.')[2]} {width}" for name, width in widths.items())
         what = f"heads of {head}" if head else "columns"
         raise PlanError(
-            f"{pair.scope}: {units} unit(s) of {listed} ({what}) can't be dealt to {tp_size} ranks. Use a number of ranks that fits "
-            f"(at most {units}), or leave it whole: plan its linears 'whole'."
+            f"{pair.scope}: {units} unit(s) of {listed} ({what}) can't be dealt to {tp_size} ranks. Use a "
+            f"number of ranks that fits (at most {units}), or leave it whole: plan its linears 'whole'."
         )
     return deal_units(units, tp_size)
 

@@ -34,7 +34,21 @@ from .plan import ModulePlan, Plan
 from .rules import library_versions, make_plan
 
 # Instance attributes that the rewrite sets on modules, over and above its own names.
-LAYER_STATE = ["tp", "shards", "full_name", "run", "siblings", "ends", "gather_output", "split_input", "reduce_dtype", "summed", "columns", "keep_sharded", "owned_indices"]
+LAYER_STATE = [
+    "tp",
+    "shards",
+    "full_name",
+    "run",
+    "siblings",
+    "ends",
+    "gather_output",
+    "split_input",
+    "reduce_dtype",
+    "summed",
+    "columns",
+    "keep_sharded",
+    "owned_indices",
+]
 
 
 def parallelize(

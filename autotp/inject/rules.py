@@ -158,7 +158,7 @@ def match_names(key: str, names: Iterable[str]) -> list[str]:
 
 def library_versions() -> dict[str, str]:
     """Versions that must agree on all ranks."""
-    from .. import __version__
+    from ..version import __version__
 
     found = {"autotp": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     return {**found, "accelerate": accelerate.__version__, "python": platform.python_version()}

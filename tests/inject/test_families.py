@@ -87,7 +87,11 @@ def check_family(group, family, overrides):
     worst = max(g.abs().max().item() for g in grads.values())
     for name, grad in grads.items():
         error = (got[name] - grad).abs().max().item()
-        assert error <= max(5e-5 * grad.abs().max().item(), 4 * grad_noise[name], 1e-7 * worst), (name, error, grad.abs().max().item())
+        assert error <= max(5e-5 * grad.abs().max().item(), 4 * grad_noise[name], 1e-7 * worst), (
+            name,
+            error,
+            grad.abs().max().item(),
+        )
     model.zero_grad()
     batches = [batch(reference, seed=s) for s in range(6)]
     expected = train(reference, batches, torch.nn.utils.clip_grad_norm_)
@@ -137,7 +141,10 @@ def count_collectives(group, family):
 def test_collectives_of_one_layer(ranks, family, capsys):
     counts = ranks.run(count_collectives, family)[0]
     with capsys.disabled():
-        print(f"\n  {family}: a layer adds {counts[0]} forward, {counts[1]} backward, and {counts[2]}, {counts[3]} small ones", end="")
+        print(
+            f"\n  {family}: a layer adds {counts[0]} forward, {counts[1]} backward, and {counts[2]}, {counts[3]} small ones",
+            end="",
+        )
     if family in ("llama", "qwen3"):
         assert counts[:3] == (2, 2, 0)
         assert counts[3] <= (2 if family == "qwen3" else 0)

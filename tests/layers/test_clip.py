@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from tests.layers.handmade import build, give_gradients, shard_of
 from torch import nn
 
 from autotp.errors import AutoTPError
 from autotp.layers.clip import clip_grad_norm_, grad_norm
+from tests.layers.handmade import build, give_gradients, shard_of
 
 
 def run_clip(group, norm_type, foreach, dtype):

@@ -4,11 +4,11 @@ import time
 
 import pytest
 import torch
-from tests.layers.handmade import build
 from torch import nn
 
 from autotp.errors import GatherError
 from autotp.layers.gather import GatherReplacedLayerParams, full_state_dict, iterate_full_tensors, load_full_state_dict
+from tests.layers.handmade import build
 
 
 def pointers(model):

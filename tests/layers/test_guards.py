@@ -6,13 +6,14 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from tests.layers.handmade import build, give_gradients, shard_of
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from autotp.errors import AutoTPError
 from autotp.layers.gather import GatherReplacedLayerParams
 from autotp.layers.guards import check_data_group, install_guards, mark_model, unmark_model
+from tests.layers.handmade import build, give_gradients, shard_of
+from tests.ranks import grid
 
 
 def refused(function, *args, **kwargs):
@@ -188,7 +189,7 @@ def test_data_parallelism_inside_a_tp_group_is_refused(ranks):
 def run_two_axes(group):
     """Stock DDP over the data axis of a 2x2 mesh equals the unsharded model on the whole batch."""
     install_guards()
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = grid()
     model, full, tp = build(mesh["tp"].get_group())
     data = mesh["dp"].get_group()
     model.copied.requires_grad_(False)  # takes no part in the forward, which DDP would wait for
