@@ -20,6 +20,7 @@ from ..layers.base import (
     find_group,
     index_parameters,
     insert_class,
+    mark_broken,
     plain_class,
     sharded_modules,
 )
@@ -32,6 +33,7 @@ from . import plan as styles
 from .load import build_empty, find_checkpoint
 from .plan import ModulePlan, Plan
 from .rules import library_versions, make_plan
+from .shapes import check_shapes
 
 # Instance attributes that the rewrite sets on modules, over and above its own names.
 LAYER_STATE = [
@@ -96,13 +98,14 @@ def parallelize(
         if any(p.is_meta for p in model.parameters()):
             raise PlanError("the model has parameters on meta, which hold no weights: use autotp.from_pretrained(path)")
         made = make_plan(model, group.tp_size, with_attrs(plan, attrs), head)
+        check_shapes(model, made, rewrite_modules)
         check_memory(made, group, model)
     check_agreement(group, made, digest_weights(model))
     try:
         cut_weights(model, made, group)
         finish_rewrite(model, made, group, logits)
     except BaseException as error:
-        model.__dict__["broken"] = f"rewriting it failed half way ({type(error).__name__}: {error})"
+        mark_broken(model, f"rewriting it failed half way ({type(error).__name__}: {error})")
         raise
     return model
 
@@ -143,6 +146,7 @@ def from_pretrained(
         with group.together("making the plan"):
             model = build_empty(directory, source, dtype)
             made = make_plan(model, group.tp_size, with_attrs(plan, attrs), head)
+            check_shapes(model, made, rewrite_modules)
         check_agreement(group, made, source.digest())
         fill_from_source(model, made, source, group)
     finish_rewrite(model, made, group, logits)

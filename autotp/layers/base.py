@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,6 +149,16 @@ def holder_of(parameter: Tensor) -> tuple[nn.Module, str] | None:
         del _holder_of[id(parameter)]
         return None
     return module, name
+
+
+def mark_broken(model: nn.Module, reason: str) -> None:
+    """Make every later use of `model` raise with `reason`."""
+    model.__dict__["broken"] = reason
+    model.__dict__["forward"] = partial(_raise_broken, reason)
+
+
+def _raise_broken(reason: str, *args: Any, **kwargs: Any) -> None:
+    raise AutoTPError(f"this model can't be used any more: {reason}. Load it again.")
 
 
 def check_usable(module: nn.Module) -> None:

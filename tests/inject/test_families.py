@@ -55,22 +55,30 @@ def train(model, batches, clip, steps=3, lr=1e-3):
 
 
 class Counter:
-    """Counts all-reduces of activations: what runs through `dist.all_reduce` with at least `least` elements."""
+    """Counts all-reduces and all-gathers; those of at least `least` elements are of activations."""
+
+    names = ("all_reduce", "all_gather_into_tensor")
 
     def __init__(self, least):
-        self.least, self.count, self.small, self.real = least, 0, 0, dist.all_reduce
+        self.least, self.count, self.small = least, 0, 0
+        self.real = {name: getattr(dist, name) for name in self.names}
 
     def __enter__(self):
-        def counted(tensor, *args, **kwargs):
-            big = tensor.numel() >= self.least
-            self.count, self.small = self.count + big, self.small + (not big)
-            return self.real(tensor, *args, **kwargs)
-
-        dist.all_reduce = counted
+        for name, real in self.real.items():
+            setattr(dist, name, self.counted(real))
         return self
 
+    def counted(self, real):
+        def call(tensor, *args, **kwargs):
+            big = tensor.numel() >= self.least
+            self.count, self.small = self.count + big, self.small + (not big)
+            return real(tensor, *args, **kwargs)
+
+        return call
+
     def __exit__(self, *_):
-        dist.all_reduce = self.real
+        for name, real in self.real.items():
+            setattr(dist, name, real)
 
 
 def check_family(group, family, overrides):
