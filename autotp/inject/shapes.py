@@ -84,7 +84,8 @@ def _shadow(model: nn.Module, shards: dict[str, Shard], rank: int) -> nn.Module:
 @torch.no_grad()
 def _run(model: Any) -> tuple[int, ...]:
     ids = torch.zeros(1, 4, dtype=torch.int64, device=META)
-    output = model(input_ids=ids, use_cache=False)
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool, device=META)  # whole, since making one asks for values
+    output = model(input_ids=ids, attention_mask=mask, use_cache=False)
     return tuple(next(value for value in output.values() if isinstance(value, Tensor)).shape)
 
 
