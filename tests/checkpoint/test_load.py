@@ -18,6 +18,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.initialization import no_init_weights
 
+import autotp
 from autotp.checkpoint.load import fill_from_source
 from autotp.checkpoint.source import SINGLE_NAME, ModuleSource, SafetensorsSource
 from autotp.comm import TPGroup
@@ -197,8 +198,6 @@ def read_anonymous_bytes() -> int:
 def measure_load(path: str, port: str, rank: str) -> None:
     """One rank of two: load, and print the peak of anonymous memory over what the imported process had."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=2)
-    model = on_meta(LlamaConfig.from_pretrained(path))
-    plan, group = cut_llama(model, 2), TPGroup(dist.group.WORLD, CPU)
     before = peak = read_anonymous_bytes()
     done = threading.Event()
 
@@ -209,7 +208,7 @@ def measure_load(path: str, port: str, rank: str) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    fill_from_source(model, plan, SafetensorsSource(path), group)
+    model = autotp.from_pretrained(path)
     done.set()
     watcher.join()
     held = sum(parameter.nbytes for parameter in model.parameters())
