@@ -130,8 +130,7 @@ class TPGroup:
         for rank in range(self.tp_size):
             try:
                 # The first absent rank costs the timeout; whoever else is absent by then gets no second one.
-                wait = timedelta(seconds=0.05 if missing else self.timeout_s)
-                self._store.wait([f"{key}/{rank}"], wait)
+                self._store.wait([f"{key}/{rank}"], timedelta(seconds=0.05 if missing else self.timeout_s))
                 there, _, text = self._store.get(f"{key}/{rank}").decode().partition("|")
             except (RuntimeError, dist.DistError):
                 missing.append(rank)
@@ -151,7 +150,7 @@ class TPGroup:
         if ranks == tuple(range(self.tp_size)):
             return self
         if ranks not in self._holder_groups:
-            group = dist.new_group([self.ranks[rank] for rank in ranks], use_local_synchronization=True)
+            group: Any = dist.new_group([self.ranks[rank] for rank in ranks], use_local_synchronization=True)
             self._holder_groups[ranks] = group
         held = self._holder_groups[ranks]
         sub = object.__new__(TPGroup)

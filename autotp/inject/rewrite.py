@@ -27,7 +27,7 @@ from ..layers.base import (
 from ..layers.embedding import HiddenParallelEmbedding, VocabParallelEmbedding, VocabParallelHead, set_local_sizes
 from ..layers.entry import install_entry, remove_entry
 from ..layers.guards import install_guards, mark_model, unmark_model
-from ..layers.linear import EnteringLinear, LinearAllreduce, LinearLayer, prepare, rewrite_linear, set_linear_sizes
+from ..layers.linear import EnteringLinear, ParallelLinear, prepare, rewrite_linear, set_linear_sizes
 from ..layers.siblings import SiblingInput
 from . import plan as styles
 from .load import build_empty, find_checkpoint
@@ -351,7 +351,7 @@ def make_plain(module: Any) -> None:
     weight = module.shards.get("weight")
     if weight is not None and isinstance(module, nn.Embedding):
         module.num_embeddings, module.embedding_dim = weight.shape
-    elif (weight is not None and isinstance(module, (LinearLayer, LinearAllreduce, VocabParallelHead))) or hasattr(module, "nf"):
+    elif weight is not None and isinstance(module, (ParallelLinear, VocabParallelHead)):
         set_linear_sizes(module, weight.shape)
     module.__class__ = plain_class(module)
     for key in LAYER_STATE:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import TPGroup
+from ..comm import TPGroup, copy_to_group
 from ..errors import AutoTPError, PlanError
 from ..shard import Shard
 
@@ -63,13 +63,12 @@ class SummedGradients(TensorParallel_Layer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
-        from ..comm import copy_to_group
-
         own = self._parameters
-        read = dict(own)
+        read: dict[str, Any] = dict(own)
         for name in self.summed:
-            if own[name] is not None and own[name].requires_grad:
-                read[name] = copy_to_group(own[name], self.tp, torch.float32)
+            parameter = own[name]
+            if parameter is not None and parameter.requires_grad:
+                read[name] = copy_to_group(parameter, self.tp, torch.float32)
         self.__dict__["_parameters"] = read
         try:
             return super().forward(*args, **kwargs)

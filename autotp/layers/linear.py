@@ -12,7 +12,7 @@ The Conv1D twins hold their weights transposed, `[K, N/T]` and `[K/T, N]`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
@@ -39,9 +39,10 @@ class ParallelLinear(TensorParallel_Layer):
     op = "linear"
     out_dim, in_dim = 0, 1  # which dimension of the weight is which
     cut_dim = 0
+    run: Callable[..., Tensor]
     reduce_dtype: torch.dtype | None = None
 
-    def __init__(self, module: nn.Module, mp_group: Any = None, skip_partition: bool = False, name: str | None = None) -> None:
+    def __init__(self, module: Any, mp_group: Any = None, skip_partition: bool = False, name: str | None = None) -> None:
         """Shard `module` (an `nn.Linear`, or a Conv1D for the twins) over `mp_group`; the Parameter objects are taken over.
 
         Args:
@@ -140,7 +141,7 @@ class Conv1DLayer(ParallelLinear, Conv1D):
     op, out_dim, in_dim, cut_dim = "linear_transposed", 1, 0, 1
     siblings: SiblingInput
     gather_output = False
-    forward = LinearLayer.forward
+    forward = LinearLayer.forward  # type: ignore[assignment]
 
 
 class Conv1DAllreduce(ParallelLinear, Conv1D):
@@ -149,7 +150,7 @@ class Conv1DAllreduce(ParallelLinear, Conv1D):
     op, out_dim, in_dim, cut_dim = "linear_transposed", 1, 0, 0
     ends: tuple[SiblingInput, ...] = ()
     split_input = False
-    forward = LinearAllreduce.forward
+    forward = LinearAllreduce.forward  # type: ignore[assignment]
 
 
 class EnteringLinear(TensorParallel_Layer, nn.Linear):
@@ -177,9 +178,8 @@ def split_columns(x: Tensor, weight: Shard, dim: int, group: TPGroup) -> Tensor:
 def prepare(module: Any, group: TPGroup, shards: dict[str, Shard], name: str, reduce_dtype: torch.dtype | None = None) -> None:
     """Set what a linear's sharded forward reads; its class must be a layer's already, its data may come later."""
     module.tp, module.shards, module.full_name = group, shards, name
-    if isinstance(module, ParallelLinear):
-        weight = module.weight
-        module.run = select(Problem(module.op, group.device.type, weight.dtype))
+    if issubclass(type(module), ParallelLinear):
+        module.run = select(Problem(module.op, group.device.type, module.weight.dtype))
         module.reduce_dtype = reduce_dtype
         if hasattr(module, "gather_output"):
             module.siblings = SiblingInput(group, 1, reduce_dtype)
