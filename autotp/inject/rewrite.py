@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..checkpoint.load import fill_from_source
 from ..checkpoint.save import save_pretrained
 from ..checkpoint.source import ModuleSource, SafetensorsSource
 from ..comm import TPGroup, resolve_group
-from ..errors import AutoTPError, PlanError
+from ..errors import PlanError
 from ..layers.base import (
     SummedGradients,
     TensorParallel_Layer,
@@ -30,9 +29,10 @@ from ..layers.guards import install_guards, mark_model, unmark_model
 from ..layers.linear import EnteringLinear, ParallelLinear, prepare, rewrite_linear, set_linear_sizes
 from ..layers.siblings import SiblingInput
 from . import plan as styles
+from .checks import check_agreement, check_memory, check_options, digest_weights, refuse_unbuilt, with_attrs
 from .load import build_empty, find_checkpoint
 from .plan import ModulePlan, Plan
-from .rules import library_versions, make_plan
+from .rules import make_plan
 from .shapes import check_shapes
 
 # Instance attributes that the rewrite sets on modules, over and above its own names.
@@ -182,85 +182,6 @@ def unshard(model: nn.Module) -> nn.Module:
             setattr(module, key, value)
     model.__dict__.pop("autotp_plan", None)
     return model
-
-
-# -- checks, all before the first change --------------------------------------------------------------------------------
-
-
-def refuse_unbuilt(**options: Any) -> None:
-    """Raise for an option that is accepted by the frozen signature but not built yet."""
-    for name, value in options.items():
-        if value not in (None, False):
-            raise PlanError(f"{name}={value!r} is not built yet: leave it out")
-
-
-def check_options(logits: str) -> None:
-    """Raise for a value outside its choices."""
-    if logits not in ("auto", "full", "sharded"):
-        raise PlanError(f"logits={logits!r} is none of 'auto', 'full', 'sharded'")
-
-
-def with_attrs(plan: Any, attrs: Any) -> Any:
-    """The caller's dict with the attribute edits added.
-
-    Raises:
-        PlanError: edits beside a plan that is no dict.
-    """
-    if attrs is None:
-        return plan
-    if not isinstance(plan, dict):
-        raise PlanError("attrs= goes with a plan given as a dict: the model's own plan edits nothing")
-    merged = {key: {"style": value} if isinstance(value, str) else dict(value) for key, value in plan.items()}
-    for key, edits in attrs.items():
-        merged.setdefault(key, {"style": "replicate"})["attrs"] = edits
-    return merged
-
-
-def check_memory(plan: Plan, group: TPGroup, model: nn.Module) -> None:
-    """Raise if this rank's shards can't fit its GPU beside what is there."""
-    moving = any(p.device != group.device for p in model.parameters())
-    if group.device.type != "cuda" or not moving:
-        return
-    free, total = torch.cuda.mem_get_info(group.device)
-    needed = plan.bytes_of_rank(group.tp_rank)
-    if needed > free:
-        raise PlanError(
-            f"rank {group.tp_rank} needs {needed / 2**30:.1f} GiB for its shards, but {group.device} has {free / 2**30:.1f} of "
-            f"{total / 2**30:.1f} GiB free: use more ranks, or a smaller dtype"
-        )
-
-
-def check_agreement(group: TPGroup, plan: Plan, weights: str) -> None:
-    """Raise on every rank if library versions, plans or weights differ between ranks.
-
-    Raises:
-        AutoTPError: naming what differs and on which ranks.
-    """
-    versions = library_versions()
-    notes = group.gather_objects({"library versions": versions, "plans": plan.digest(), "weights": weights})
-    for what, first in notes[0].items():
-        others = [rank for rank, note in enumerate(notes) if note[what] != first]
-        if others:
-            detail = f": rank 0 has {first}, rank {others[0]} {notes[others[0]][what]}" if what == "library versions" else ""
-            hint = "Load the same checkpoint, or seed every rank alike" if what == "weights" else "Give all ranks the same"
-            raise AutoTPError(f"TP rank(s) {others} have other {what} than rank 0{detail}. {hint}.")
-
-
-@torch.no_grad()
-def digest_weights(model: nn.Module) -> str:
-    """A hash of the bits of every parameter and buffer, from one pass over memory and one transfer to the host."""
-    sums: list[Tensor] = []
-    described = []
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor):
-            continue
-        described.append(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}")
-        bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        if bits.numel() % 8 == 0 and bits.data_ptr() % 8 == 0:
-            bits = bits.view(torch.int64)
-        sums.append(bits.sum(dtype=torch.int64).cpu())
-    text = "\n".join(described) + str(torch.stack(sums).tolist() if sums else "")
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 # -- the change ---------------------------------------------------------------------------------------------------------

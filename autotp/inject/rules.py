@@ -19,10 +19,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..errors import PlanError
-from ..layers.embedding import check_embedding
 from ..layers.entry import SHARDED_LOSS, check_logits_path
-from ..shard import Shard
 from . import plan as styles
+from .edges import plan_edges
 from .pairs import Layout, pair_regions
 from .plan import ModulePlan, Plan, WholePlan
 
@@ -156,7 +155,7 @@ def match_names(key: str, names: Iterable[str]) -> list[str]:
     return []
 
 
-def library_versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """Versions that must agree on all ranks."""
     from ..version import __version__
 
@@ -192,7 +191,7 @@ def _assemble(model: nn.Module, tp_size: int, specs: dict[str, Spec], head: str,
     modules = dict(model.named_modules())
     reasons: dict[str, str] = {}
     found: dict[str, ModulePlan] = {}
-    edges, head_name = _plan_edges(model, tp_size, specs, head, source, reasons)
+    edges, head_name = plan_edges(model, tp_size, specs, head, source, reasons)
     inner = {name: spec for name, spec in specs.items() if name not in edges and name not in reasons}
     for name, spec in inner.items():
         style = spec["style"]
@@ -239,74 +238,6 @@ def _check_attrs(module: nn.Module, name: str, attrs: Mapping[str, Any], tp_size
             raise PlanError(f"plan[{name!r}]: attrs[{key!r}] must list one value for each of {tp_size} ranks, got {values!r}")
 
 
-def _plan_edges(
-    model: nn.Module, tp_size: int, specs: dict[str, Spec], head: str, source: str, reasons: dict[str, str]
-) -> tuple[dict[str, ModulePlan], str | None]:
-    """Input and output embedding, tied or not: split over the vocabulary, by one rule of their own."""
-    names = {module: name for name, module in model.named_modules()}
-    embedding, output = _embeddings(model)
-    edges: dict[str, ModulePlan] = {}
-    for name, spec in specs.items():
-        if spec["style"] in styles.EMBEDDING_STYLES and isinstance(model.get_submodule(name), nn.Embedding):
-            edges[name] = _plan_embedding(model.get_submodule(name), name, spec["style"], tp_size, source)
-    wanted = source == "hf" or any(names.get(m) in specs for m in (embedding, output) if m is not None)
-    tied = embedding is not None and output is not None and embedding.weight is output.weight
-    name_in, name_out = names.get(embedding), names.get(output)
-    for name in (name_in, name_out):
-        if name and specs.get(name, {}).get("style") in ("whole", "replicate"):
-            wanted, reasons[name] = False, "whole by plan"
-    if head == "whole" and name_out:
-        reasons[name_out] = "head='whole'"
-        if tied and name_in:
-            edges.pop(name_in, None)
-            reasons[name_in] = "tied to a head that is whole"
-            return edges, None
-    if not wanted:
-        return edges, None
-    asked = source == "hf" or tied
-    if embedding is not None and name_in and name_in not in edges and (asked or name_in in specs):
-        edges[name_in] = _plan_embedding(embedding, name_in, "embedding_rowwise", tp_size, source)
-    if head == "whole" or output is None or not name_out or not (asked or name_out in specs):
-        return edges, None
-    if type(output) is not nn.Linear or output.weight.shape[0] < tp_size:
-        reasons[name_out] = f"the head is a {type(output).__name__} of {tuple(output.weight.shape)}, not a plain nn.Linear"
-        if tied and name_in:
-            edges.pop(name_in, None)
-            reasons[name_in] = "tied to a head that is whole"
-        return edges, None
-    if tied and name_in and edges[name_in].style == "embedding_colwise":
-        raise PlanError(
-            f"{name_in} is tied to {name_out}: embedding_colwise would split the head's inputs. Use embedding_rowwise."
-        )
-    shards = {"weight": Shard.even(output.weight.shape, 0, tp_size)}
-    if output.bias is not None:
-        shards["bias"] = Shard.even(output.bias.shape, 0, tp_size)
-    edges[name_out] = ModulePlan(name_out, "colwise_gather_output", shards, source=source, why="vocabulary")
-    return edges, name_out
-
-
-def _embeddings(model: nn.Module) -> tuple[Any, Any]:
-    def ask(method: str) -> Any:
-        try:
-            return getattr(model, method)()
-        except (AttributeError, NotImplementedError):
-            return None
-
-    embedding, output = ask("get_input_embeddings"), ask("get_output_embeddings")
-    return embedding if isinstance(embedding, nn.Embedding) else None, output if isinstance(output, nn.Module) else None
-
-
-def _plan_embedding(module: Any, name: str, style: str, tp_size: int, source: str) -> ModulePlan:
-    dim = 0 if style == "embedding_rowwise" else 1
-    if module.weight.shape[dim] < tp_size:
-        raise PlanError(
-            f"{name} has {module.weight.shape[dim]} rows for {tp_size} ranks: plan {{'{name}': 'whole'}} leaves it whole"
-        )
-    shard = Shard.even(module.weight.shape, dim, tp_size)
-    check_embedding(module, name, shard)
-    return ModulePlan(name, style, {"weight": shard}, source=source, why="vocabulary" if dim == 0 else "")
-
-
 def _finish(model: nn.Module, tp_size: int, planned: tuple[ModulePlan, ...], regions, reasons, head_name) -> Plan:
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters(remove_duplicate=False)}
     ties: dict[int, list[str]] = {}
@@ -322,7 +253,7 @@ def _finish(model: nn.Module, tp_size: int, planned: tuple[ModulePlan, ...], reg
     if head_name is not None:
         problem = check_logits_path(model)
         loss = SHARDED_LOSS if problem is None else f"the head gathers its logits: {problem}"
-    versions = library_versions()
+    versions = read_versions()
     return Plan(tp_size, type(model).__name__, planned, regions, tuple(whole), tied, head_name, loss, sizes, versions)
 
 

@@ -225,14 +225,14 @@ def check_differing(group):
     bad = "auto" if rank == 0 else {"nowhere": "colwise"}
     message = refusal(autotp.parallelize, same, group, plan=bad)
     assert "nowhere" in message, message
-    from autotp.inject import rewrite
+    from autotp.inject import checks
 
-    real = rewrite.library_versions
-    rewrite.library_versions = lambda: {**real(), "torch": f"2.{rank}"}
+    real = checks.read_versions
+    checks.read_versions = lambda: {**real(), "torch": f"2.{rank}"}
     try:
         assert "library versions" in refusal(autotp.parallelize, same, group)
     finally:
-        rewrite.library_versions = real
+        checks.read_versions = real
     autotp.parallelize(same, group)
     assert "already" in refusal(autotp.parallelize, same, group)
 

@@ -1,0 +1,90 @@
+"""What parallelize checks on every rank before it changes anything: options, memory, and that the ranks agree."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import TPGroup
+from ..errors import AutoTPError, PlanError
+from .plan import Plan
+from .rules import read_versions
+
+
+def refuse_unbuilt(**options: Any) -> None:
+    """Raise for an option that is accepted by the frozen signature but not built yet."""
+    for name, value in options.items():
+        if value not in (None, False):
+            raise PlanError(f"{name}={value!r} is not built yet: leave it out")
+
+
+def check_options(logits: str) -> None:
+    """Raise for a value outside its choices."""
+    if logits not in ("auto", "full", "sharded"):
+        raise PlanError(f"logits={logits!r} is none of 'auto', 'full', 'sharded'")
+
+
+def with_attrs(plan: Any, attrs: Any) -> Any:
+    """The caller's dict with the attribute edits added.
+
+    Raises:
+        PlanError: edits beside a plan that is no dict.
+    """
+    if attrs is None:
+        return plan
+    if not isinstance(plan, dict):
+        raise PlanError("attrs= goes with a plan given as a dict: the model's own plan edits nothing")
+    merged = {key: {"style": value} if isinstance(value, str) else dict(value) for key, value in plan.items()}
+    for key, edits in attrs.items():
+        merged.setdefault(key, {"style": "replicate"})["attrs"] = edits
+    return merged
+
+
+def check_memory(plan: Plan, group: TPGroup, model: nn.Module) -> None:
+    """Raise if this rank's shards can't fit its GPU beside what is there."""
+    moving = any(p.device != group.device for p in model.parameters())
+    if group.device.type != "cuda" or not moving:
+        return
+    free, total = torch.cuda.mem_get_info(group.device)
+    needed = plan.bytes_of_rank(group.tp_rank)
+    if needed > free:
+        raise PlanError(
+            f"rank {group.tp_rank} needs {needed / 2**30:.1f} GiB for its shards, but {group.device} has {free / 2**30:.1f} of "
+            f"{total / 2**30:.1f} GiB free: use more ranks, or a smaller dtype"
+        )
+
+
+def check_agreement(group: TPGroup, plan: Plan, weights: str) -> None:
+    """Raise on every rank if library versions, plans or weights differ between ranks.
+
+    Raises:
+        AutoTPError: naming what differs and on which ranks.
+    """
+    versions = read_versions()
+    notes = group.gather_objects({"library versions": versions, "plans": plan.digest(), "weights": weights})
+    for what, first in notes[0].items():
+        others = [rank for rank, note in enumerate(notes) if note[what] != first]
+        if others:
+            detail = f": rank 0 has {first}, rank {others[0]} {notes[others[0]][what]}" if what == "library versions" else ""
+            hint = "Load the same checkpoint, or seed every rank alike" if what == "weights" else "Give all ranks the same"
+            raise AutoTPError(f"TP rank(s) {others} have other {what} than rank 0{detail}. {hint}.")
+
+
+@torch.no_grad()
+def digest_weights(model: nn.Module) -> str:
+    """A hash of the bits of every parameter and buffer, from one pass over memory and one transfer to the host."""
+    sums: list[Tensor] = []
+    described = []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            continue
+        described.append(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}")
+        bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if bits.numel() % 8 == 0 and bits.data_ptr() % 8 == 0:
+            bits = bits.view(torch.int64)
+        sums.append(bits.sum(dtype=torch.int64).cpu())
+    text = "\n".join(described) + str(torch.stack(sums).tolist() if sums else "")
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
