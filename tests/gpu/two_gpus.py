@@ -1,0 +1,223 @@
+"""The checks that two ranks run under torchrun; prints one line a check and fails if any failed.
+
+`torchrun --nproc-per-node 2 tests/gpu/two_gpus.py`; DEVICE=cpu runs them over gloo.
+"""
+
+import copy
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import autotp
+from autotp.layers.base import sharded_modules
+from tests.models import batch, tiny
+
+CUDA = os.environ.get("DEVICE", "cuda") == "cuda"
+RANK = int(os.environ["RANK"])
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
+FAMILIES = ["llama", "qwen3", "gemma2", "gpt_neox"]
+
+
+def to_device(inputs):
+    return {name: value.to(DEVICE) for name, value in inputs.items()}
+
+
+def relative(got, want):
+    """Largest difference over the largest value."""
+    return ((got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-30)).item()
+
+
+def pair(family):
+    """The unsharded model on this rank's device, and the parallelized one, cut from CPU weights."""
+    model = tiny(family)
+    return copy.deepcopy(model).to(DEVICE), autotp.parallelize(model)
+
+
+def run_once(model, inputs):
+    """Logits `[B, S, V]` in evaluation, then the gradients of the training loss."""
+    with torch.no_grad():
+        logits = model.eval()(input_ids=inputs["input_ids"]).logits
+    loss = model.train()(**inputs).loss
+    loss.backward()
+    return logits, loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def whole_gradients(model):
+    shards = {f"{n}.{p}": (m.tp, s) for n, m in sharded_modules(model) for p, s in m.shards.items()}
+    whole = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            tp, shard = shards.get(name, (None, None))
+            whole[name] = tp.all_gather(parameter.grad, shard) if shard is not None else parameter.grad
+    return whole
+
+
+def compare_gradients(got, want, bar=1e-4):
+    """Worst relative error; a gradient that is zero but for rounding counts against the model's largest."""
+    assert set(got) == set(want), set(got) ^ set(want)
+    largest = max(g.abs().max().item() for g in want.values())
+    errors = {n: (got[n] - g).abs().max().item() / max(g.abs().max().item(), 1e-3 * largest) for n, g in want.items()}
+    worst = max(errors, key=errors.get)
+    assert errors[worst] <= bar, (worst, errors[worst])
+    return errors[worst]
+
+
+def check_float32(family):
+    reference, model = pair(family)
+    assert all(p.device == DEVICE for p in model.parameters())
+    inputs = to_device(batch(reference))
+    want, got = run_once(reference, inputs), run_once(model, inputs)
+    logits, loss = relative(got[0], want[0]), relative(got[1], want[1])
+    assert logits <= 1e-4 and loss <= 1e-4, (logits, loss)
+    return f"logits {logits:.1e}, gradients {compare_gradients(whole_gradients(model), want[2]):.1e}"
+
+
+def check_steps(family):
+    reference, model = pair(family)
+    seen = []
+    for each, clip in ((reference, torch.nn.utils.clip_grad_norm_), (model, autotp.clip_grad_norm_)):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-3, fused=True)
+        each.train()
+        record = []
+        for step in range(3):
+            loss = each(**to_device(batch(each, seed=step))).loss
+            loss.backward()
+            record += [loss.item(), clip(each.parameters(), 0.5, foreach=True).item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(torch.tensor(record))
+    error = ((seen[1] - seen[0]).abs() / seen[0].abs()).max().item()
+    assert error <= 1e-4, seen
+    return f"losses and norms {error:.1e}"
+
+
+def check_bf16(family):
+    exact = tiny(family)
+    inputs = to_device(batch(exact))
+    plain, model = copy.deepcopy(exact).bfloat16().to(DEVICE), autotp.parallelize(copy.deepcopy(exact).bfloat16())
+    want, one, two = (run_once(m, inputs) for m in (exact.to(DEVICE), plain, model))
+    a, b = relative(one[0], want[0]), relative(two[0], want[0])
+    assert b <= 2 * a + 1e-6, (a, b)
+    return f"logits against float32: one GPU {a:.1e}, two {b:.1e}"
+
+
+def check_gather_and_save(family):
+    reference, model = pair(family)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    want = reference.state_dict()
+    with autotp.GatherReplacedLayerParams(list(model.parameters()), model):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, want[name]), name
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    full = autotp.full_state_dict(model)
+    assert RANK or (set(full) == set(want) and all(torch.equal(full[n], want[n].cpu()) for n in want))
+    shared = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(shared, 0, device=torch.device("cpu"))
+    autotp.save_pretrained(model, shared[0])
+    loaded = autotp.from_pretrained(shared[0])
+    assert all(torch.equal(p, before[n]) and p.device == DEVICE for n, p in loaded.named_parameters())
+    if RANK == 0:
+        plain = AutoModelForCausalLM.from_pretrained(shared[0])
+        assert all(torch.equal(p.cpu(), want[n].cpu()) for n, p in plain.state_dict().items())
+    dist.barrier()
+    if RANK == 0:
+        shutil.rmtree(shared[0])
+    return "bitwise"
+
+
+def check_no_sync(family):
+    _, model = pair(family)
+    model.train()(**to_device(batch(model))).loss.backward()
+    autotp.clip_grad_norm_(model.parameters(), 0.5)
+    if CUDA:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        autotp.clip_grad_norm_(model.parameters(), 0.5)
+    finally:
+        if CUDA:
+            torch.cuda.set_sync_debug_mode("default")
+    return "no host sync"
+
+
+def check_generate(family):
+    reference, model = pair(family)
+    ids = to_device(batch(reference))["input_ids"]
+    kw = dict(attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, use_cache=True)
+    want, got = reference.eval().generate(ids, **kw), model.eval().generate(ids, **kw)
+    assert torch.equal(want, got), (want, got)
+    return f"{got.shape[1] - ids.shape[1]} tokens equal"
+
+
+def check_checkpointing(family):
+    reference, model = pair(family)
+    inputs = to_device(batch(reference))
+    want = run_once(reference, inputs)[2]
+    errors = []
+    for reentrant in (True, False):
+        model.zero_grad()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        run_once(model, inputs)
+        errors.append(compare_gradients(whole_gradients(model), want))
+    return f"reentrant {errors[0]:.1e}, not {errors[1]:.1e}"
+
+
+def check_found_inf(family):
+    _, model = pair(family)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=4.0)
+    with torch.autocast(DEVICE.type, torch.float16):
+        loss = model.train()(**to_device(batch(model))).loss
+    scaler.scale(loss).backward()
+    if RANK == 1:
+        next(p for p in model.parameters() if p.grad is not None and p.ndim == 2).grad.fill_(float("inf"))
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert scaler.get_scale() == 2.0, scaler.get_scale()
+    return "both ranks skip"
+
+
+def check_smollm2_shape():
+    config = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=30,
+        vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    reference = copy.deepcopy(model).to(DEVICE)
+    model = autotp.parallelize(model)
+    inputs = to_device(batch(reference, length=64))
+    want, got = run_once(reference, inputs), run_once(model, inputs)
+    logits, loss = relative(got[0], want[0]), relative(got[1], want[1])
+    assert logits <= 1e-4 and loss <= 1e-4, (logits, loss)
+    return f"logits {logits:.1e}, loss {loss:.1e}, gradients {compare_gradients(whole_gradients(model), want[2], 1e-3):.1e}"
+
+
+def main():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    checks = [(f, family) for f in (check_float32, check_steps, check_bf16, check_gather_and_save) for family in FAMILIES]
+    checks += [(f, "llama") for f in (check_no_sync, check_generate, check_checkpointing, check_found_inf)]
+    checks += [(check_generate, "gemma2"), (check_smollm2_shape, None)]
+    failed = 0
+    for check, family in checks:
+        try:
+            line = "ok: " + check(*([family] if family else []))
+        except Exception as error:
+            failed += 1
+            line = f"FAILED: {type(error).__name__}: {error}"
+            traceback.print_exc()
+        print(f"CHECK rank {RANK} {check.__name__} {family or ''} {line}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
