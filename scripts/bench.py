@@ -1,7 +1,9 @@
-"""Times autotp beside transformers' own tensor parallelism and one GPU: torchrun --nproc-per-node 2 scripts/bench.py --out FILE.json
+"""Times autotp beside transformers' own tensor parallelism and one GPU.
 
-The model is a random Llama of Llama-3-8B's shape with 8 layers, bf16, loaded by all three from one checkpoint. Medians of CUDA-event
-timings; the peak of allocated memory is of the timed steps, weights included. Rank 0's numbers.
+torchrun --nproc-per-node 2 scripts/bench.py --out FILE.json
+
+The model is a random Llama of Llama-3-8B's shape with 8 layers, bf16, loaded by all three from one checkpoint. Medians of
+CUDA-event timings; the peak of allocated memory is of the timed steps, weights included. Rank 0's numbers.
 
 | workload | a step |
 |---|---|
@@ -115,13 +117,14 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="the JSON file to write")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--reverse", action="store_true", help="autotp first, to see whether the order matters")
     args = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     rank, path = dist.get_rank(), write_checkpoint(args.layers, device)
     ids = torch.randint(0, SHAPE["vocab_size"], (2, 4096), generator=torch.Generator().manual_seed(0)).to(device)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(["git", "rev-parse", "--verify", "-q", "HEAD"], capture_output=True, text=True).stdout.strip()
     report = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
         "hardware": f"{dist.get_world_size()} x {torch.cuda.get_device_name()}",
@@ -132,7 +135,7 @@ def main() -> None:
     }
     if rank == 0:
         print(f"BENCH {json.dumps(report)}", flush=True)
-    for name in LOADERS:
+    for name in reversed(LOADERS) if args.reverse else LOADERS:
         gc.collect()
         torch.cuda.empty_cache()
         if name != "one GPU" or rank == 0:
