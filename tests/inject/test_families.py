@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import autotp
 from autotp.layers.base import sharded_modules
-from tests.models import DENSE, batch, tiny
+from tests.models import DENSE, batch, tiny, tiny_config
 
 
 def reorder_noise(model, inputs, names):
@@ -101,20 +101,36 @@ def check_family(group, family, overrides):
             grad.abs().max().item(),
         )
     model.zero_grad()
+    check_steps(group, model, reference)
+
+
+def check_steps(group, model, reference):
+    """Losses, norms and parameters after three AdamW steps. A gradient near zero is noise, of which Adam makes steps of up to
+    lr, so the bar is 4 times what the unsharded model itself moves when its sums are rounded otherwise (float64)."""
     batches = [batch(reference, seed=s) for s in range(6)]
+    exact = copy.deepcopy(reference).double()
+    train(exact, batches, torch.nn.utils.clip_grad_norm_)
     expected = train(reference, batches, torch.nn.utils.clip_grad_norm_)
     assert train(model, batches, autotp.clip_grad_norm_) == pytest.approx(expected, rel=2e-4)
     weights = autotp.full_state_dict(model)
     if dist.get_rank(group) == 0:
-        steps, lr = 3, 1e-3
+        precise = exact.state_dict()
+        noise = {name: (value - precise[name]).abs() for name, value in reference.state_dict().items()}
+        largest = max(value.max().item() for value in noise.values())
         for name, value in reference.state_dict().items():
-            # A zero gradient (a key bias: softmax does not see a shift) is noise, and Adam makes steps of up to lr of noise.
-            off, real = (weights[name] - value).abs(), grads.get(name, torch.zeros_like(value)).abs() > 1e-5 * worst
-            assert off.max() <= 2 * steps * lr and (off * real).max() <= 5e-5, (name, off.max(), (off * real).max())
+            off = (weights[name] - value).abs()
+            assert off.max() <= max(5e-5, 4 * largest), (name, off.max(), largest)
+            assert off.mean() <= 1e-6 + 4 * noise[name].mean(), (name, off.mean(), noise[name].mean())
+
+
+def skip_without_plan(family):
+    if not tiny_config(family).base_model_tp_plan:
+        pytest.skip(f"this transformers has no plan for {family}")
 
 
 @pytest.mark.parametrize("family", DENSE)
 def test_matches_the_unsharded_model(ranks, family):
+    skip_without_plan(family)
     ranks.run(check_family, family, {})
 
 
@@ -147,6 +163,7 @@ def count_collectives(group, family):
 
 @pytest.mark.parametrize("family", DENSE)
 def test_collectives_of_one_layer(ranks, family, capsys):
+    skip_without_plan(family)
     counts = ranks.run(count_collectives, family)[0]
     with capsys.disabled():
         print(
