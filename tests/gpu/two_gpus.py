@@ -63,7 +63,7 @@ def compare_gradients(got, want, bar=1e-4):
     assert set(got) == set(want), set(got) ^ set(want)
     largest = max(g.abs().max().item() for g in want.values())
     errors = {n: (got[n] - g).abs().max().item() / max(g.abs().max().item(), 1e-3 * largest) for n, g in want.items()}
-    worst = max(errors, key=errors.get)
+    worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] <= bar, (worst, errors[worst])
     return errors[worst]
 
@@ -117,7 +117,7 @@ def check_gather_and_save(family):
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     full = autotp.full_state_dict(model)
     assert RANK or (set(full) == set(want) and all(torch.equal(full[n], want[n].cpu()) for n in want))
-    shared = [tempfile.mkdtemp() if RANK == 0 else None]
+    shared = [tempfile.mkdtemp() if RANK == 0 else ""]
     dist.broadcast_object_list(shared, 0, device=torch.device("cpu"))
     autotp.save_pretrained(model, shared[0])
     loaded = autotp.from_pretrained(shared[0])
