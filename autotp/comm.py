@@ -28,6 +28,8 @@ from .errors import AutoTPError, GatherError
 from .shard import Shard
 
 _counter = itertools.count()
+# Newer torch gave the collective another name and warns of the old one.
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 class TPGroup:
@@ -183,14 +185,14 @@ class TPGroup:
         flat = local.new_zeros(max(sizes))
         flat[: local.numel()] = local.reshape(-1)
         every = local.new_empty(self.tp_size * max(sizes))
-        dist.all_gather_into_tensor(every, flat, group=self.group)
+        getattr(dist, ALL_GATHER)(every, flat, group=self.group)
         parts = every.view(self.tp_size, -1)
         return shard.join([parts[r, : sizes[r]].view(shard.local_shape(r)) for r in range(self.tp_size)])
 
     def start_gather(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Begin to gather every rank's `tensor` as `[tp_size, *shape]`; `wait()` on the second value before reading it."""
         every = tensor.new_empty(self.tp_size * tensor.numel())
-        work = dist.all_gather_into_tensor(every, tensor.reshape(-1), group=self.group, async_op=True)
+        work = getattr(dist, ALL_GATHER)(every, tensor.reshape(-1), group=self.group, async_op=True)
         return every.view(self.tp_size, *tensor.shape), work
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:

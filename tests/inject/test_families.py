@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import autotp
+from autotp.comm import ALL_GATHER
 from autotp.layers.base import sharded_modules
 from tests.models import DENSE, batch, tiny, tiny_config
 
@@ -57,7 +58,7 @@ def train(model, batches, clip, steps=3, lr=1e-3):
 class Counter:
     """Counts all-reduces and all-gathers; those of at least `least` elements are of activations."""
 
-    names = ("all_reduce", "all_gather_into_tensor")
+    names = ("all_reduce", ALL_GATHER)
 
     def __init__(self, least):
         self.least, self.count, self.small = least, 0, 0
