@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import autotp
 
-SHAPE = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)
+SHAPE: dict[str, Any] = dict(
+    hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256
+)
 LOADERS = {
     "one GPU": lambda path, device: AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device),
     "transformers TP": lambda path, device: AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, tp_plan="auto"),
