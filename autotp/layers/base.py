@@ -39,7 +39,8 @@ class TensorParallel_Layer(nn.Module):
 
     def extra_repr(self) -> str:
         full = ", ".join(f"{name} {list(shard.shape)}" for name, shard in self.shards.items())
-        return f"{super().extra_repr()}, tp={self.tp.tp_rank}/{self.tp.tp_size}, full: {full}"
+        own = super().extra_repr()
+        return f"{own}{', ' if own else ''}tp={self.tp.tp_rank}/{self.tp.tp_size}, full: {full or 'nothing split'}"
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         """Takes full tensors as well as this rank's own; a full one is split first."""

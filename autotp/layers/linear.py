@@ -142,6 +142,7 @@ class Conv1DLayer(ParallelLinear, Conv1D):
     siblings: SiblingInput
     gather_output = False
     forward = LinearLayer.forward  # type: ignore[assignment]
+    __repr__ = nn.Module.__repr__  # Conv1D's own knows nothing of shards
 
 
 class Conv1DAllreduce(ParallelLinear, Conv1D):
@@ -151,6 +152,7 @@ class Conv1DAllreduce(ParallelLinear, Conv1D):
     ends: tuple[SiblingInput, ...] = ()
     split_input = False
     forward = LinearAllreduce.forward  # type: ignore[assignment]
+    __repr__ = nn.Module.__repr__
 
 
 class EnteringLinear(TensorParallel_Layer, nn.Linear):
