@@ -1,0 +1,129 @@
+"""Options of parallelize, and encoders through a caller's dict: each against the unsharded model."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import BertConfig, BertForMaskedLM
+
+import autotp
+from tests.inject.test_families import full_gradients
+from tests.models import batch, tiny
+
+
+def compare(model, reference, inputs, rtol=1e-4):
+    expected, got = reference(**inputs), model(**inputs)
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    expected.loss.backward()
+    got.loss.backward()
+    whole = full_gradients(model)
+    assert set(whole) == {name for name, p in reference.named_parameters() if p.grad is not None}
+    for name, grad in whole.items():
+        torch.testing.assert_close(grad, reference.get_parameter(name).grad, rtol=rtol, atol=1e-6, msg=name)
+    return got
+
+
+def check_option(group, family, options, kwargs):
+    reference = tiny(family).train()
+    model = autotp.parallelize(tiny(family), group, **options).train()
+    got = compare(model, reference, {**batch(reference), **kwargs})
+    vocab = reference.config.vocab_size
+    size = {"full": vocab, "sharded": model.lm_head.weight.shape[0]}.get(options.get("logits", "auto"))
+    if options.get("head") == "whole":
+        size = vocab
+        assert model.lm_head.weight.shape[0] == vocab
+    assert (got.logits is None) if size is None else (got.logits.shape[-1] == size)
+
+
+MLP = {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    "options, kwargs",
+    [
+        ({}, {"num_items_in_batch": torch.tensor(7)}),
+        ({"logits": "full"}, {}),
+        ({"logits": "sharded"}, {}),
+        ({"head": "whole"}, {}),
+        ({"plan": MLP, "head": "whole"}, {}),
+    ],
+)
+def test_options_keep_loss_and_gradients(ranks, family, options, kwargs):
+    ranks.run(check_option, family, options, kwargs)
+
+
+BERT = {
+    "*.attention.self.query": "colwise",
+    "*.attention.self.key": "colwise",
+    "*.attention.self.value": "colwise",
+    "*.attention.output.dense": "rowwise",
+    "*.intermediate.dense": "colwise",
+    "encoder.layer.*.output.dense": "rowwise",
+}
+
+
+def check_bert(group):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=99, hidden_size=64, num_hidden_layers=2, num_attention_heads=8, intermediate_size=96, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    reference = BertForMaskedLM(config).train()
+    twin = copy.deepcopy(reference)
+    edits = {"*.attention.self": {"attrs": {"all_head_size": [32, 32]}}}
+    model = autotp.parallelize(twin, group, plan={**BERT, **edits})
+    compare(model, reference, batch(reference))
+    whole = autotp.full_state_dict(model)
+    if dist.get_rank(group) == 0:
+        assert all(torch.equal(whole[name], value) for name, value in reference.state_dict().items())
+    plain = autotp.unshard(model)
+    assert plain.bert.encoder.layer[0].attention.self.all_head_size == 64
+
+
+def test_an_encoder_through_a_dict(ranks):
+    ranks.run(check_bert)
+
+
+def check_loading_whole(group):
+    model = autotp.parallelize(tiny("llama", seed=1), group)
+    model.load_state_dict(tiny("llama", seed=0).state_dict())
+    inputs = batch(model)
+    torch.testing.assert_close(model(**inputs).logits, tiny("llama", seed=0)(**inputs).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_load_state_dict_takes_whole_weights(ranks):
+    ranks.run(check_loading_whole)
+
+
+def check_autocast(group):
+    reference, model = tiny("llama").train(), autotp.parallelize(tiny("llama"), group).train()
+    inputs = batch(reference)
+    exact = reference(**inputs).loss.item()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, got = reference(**inputs).loss, model(**inputs).loss
+    assert abs(got.item() - exact) <= 2 * abs(expected.item() - exact) + 1e-2
+    got.backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_autocast(ranks):
+    ranks.run(check_autocast)
+
+
+def check_accumulation_and_freezing(group):
+    reference, model = tiny("qwen3").train(), autotp.parallelize(tiny("qwen3"), group).train()
+    for frozen in (True, False):
+        for m in (reference, model):
+            m.model.layers[0].self_attn.q_norm.requires_grad_(not frozen)
+            m.model.layers[1].mlp.up_proj.weight.requires_grad_(not frozen)
+        for seed in range(3):  # accumulated over three micro-batches
+            for m in (reference, model):
+                m(**batch(reference, seed)).loss.backward()
+    for name, grad in full_gradients(model).items():
+        torch.testing.assert_close(grad, reference.get_parameter(name).grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_accumulation_freezing_and_unfreezing(ranks):
+    ranks.run(check_accumulation_and_freezing)
