@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -281,12 +281,18 @@ def test_a_batch_that_differs_is_named(ranks, size):
 
 def wrap_with_fsdp(pg):
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     group = resolve_group(pg)
     model = shard_vocabulary(small_model(vocab_size=32, tie_word_embeddings=False), group)
-    mesh = init_device_mesh("cpu", (2,))
-    fully_shard(model.lm_head, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    mesh = DeviceMesh.from_group(pg, "cpu")
+    guarded = FSDPParamGroup.__init__  # where guards are installed they refuse the wrap itself: here, the edge must notice
+    FSDPParamGroup.__init__ = getattr(guarded, "__wrapped__", guarded)
+    try:
+        fully_shard(model.lm_head, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    finally:
+        FSDPParamGroup.__init__ = guarded
     for _ in range(2):
         with pytest.raises(AutoTPError, match=r"FSDP shards .*ranks \[0, 1\]"):
             model(**make_batch())
