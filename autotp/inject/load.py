@@ -48,6 +48,7 @@ def build_empty(directory: Path, source: SafetensorsSource, dtype: torch.dtype |
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with init_empty_weights(include_buffers=False):
         model = cls._from_config(config, dtype=wanted) if wanted is not None else cls._from_config(config)
+    model.tie_weights()  # accelerate gives every name a Parameter of its own
     if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model

@@ -55,6 +55,7 @@ def make_plan(
     model = build_on_meta(model_or_config) if isinstance(model_or_config, PreTrainedConfig) else model_or_config
     if isinstance(plan, Plan):
         check_plan(model, plan, tp_size)
+        check_ties(model, plan)
         return plan
     own = plan in ("auto", "hf") if isinstance(plan, str) else False
     if own:
@@ -63,7 +64,9 @@ def make_plan(
         specs = expand_names(model, {key: read_spec(key, value) for key, value in plan.items()}, source="caller")
     else:
         raise PlanError(f"plan={plan!r} is not 'auto', 'hf', a dict of names to styles, or a Plan")
-    return _assemble(model, tp_size, specs, head, source="hf" if own else "caller")
+    made = _assemble(model, tp_size, specs, head, source="hf" if own else "caller")
+    check_ties(model, made)
+    return made
 
 
 def build_on_meta(config: PreTrainedConfig) -> nn.Module:
@@ -182,6 +185,24 @@ def check_plan(model: nn.Module, plan: Plan, tp_size: int) -> None:
             raise PlanError(f"the plan splits {name}, which {type(model).__name__} does not have")
         if tuple(parameters[name].shape) != shard.shape:
             raise PlanError(f"the plan splits {name} of shape {shard.shape}, but it has shape {tuple(parameters[name].shape)}")
+
+
+def check_ties(model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan that gives the names of one tensor different slices, or splits some and leaves others whole.
+
+    Raises:
+        PlanError: naming both, and what is planned for each.
+    """
+    shards, first = plan.shards, {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if shards.get(name) != shards.get(other):
+            split, whole = (other, name) if other in shards else (name, other)
+            what = "in another way" if whole in shards else "not at all"
+            raise PlanError(
+                f"{split} and {whole} are one tied tensor, but the plan splits the first and the second {what}. Plan both alike: "
+                f"'whole' for both modules (or head='whole'), or 'embedding_rowwise' and 'colwise_gather_output'."
+            )
 
 
 # -- putting a plan together --------------------------------------------------------------------------------------------

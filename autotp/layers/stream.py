@@ -109,7 +109,8 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None,
         return model.load_state_dict(state_dict or {}, strict=strict)
     group.arrive("load_full_state_dict")
     given = {name: tuple(value.shape) for name, value in (state_dict or {}).items() if isinstance(value, Tensor)}
-    given = group.broadcast_object(given)
+    empty = [name for name in given if (state_dict or {})[name].is_meta]
+    given, empty = group.broadcast_object((given, empty))
     sharded, state, tied = map_sharded(model), _state_tensors(model), find_tied_names(model)
     shards = {
         name: sharded[id(tensor)][0].shards[sharded[id(tensor)][1]] for name, tensor in state.items() if id(tensor) in sharded
@@ -123,7 +124,8 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None,
         if given[name] != shape:
             wrong.append(f"'{name}' has shape {given[name]}, the model needs {shape}")
     loose = [f"missing keys {missing}", f"unexpected keys {unexpected}"] if strict and (missing or unexpected) else []
-    problems = wrong + loose
+    # Found before the first broadcast: rank 0 failing between two of them would leave the others waiting.
+    problems = wrong + loose + ([f"{empty} are on meta, which holds no values"] if empty else [])
     if problems:
         raise GatherError(f"this state dict does not fit {type(model).__name__}: {'; '.join(problems)}. Nothing was loaded.")
     for target, name in source.items():

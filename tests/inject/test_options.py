@@ -127,3 +127,49 @@ def check_accumulation_and_freezing(group):
 
 def test_accumulation_freezing_and_unfreezing(ranks):
     ranks.run(check_accumulation_and_freezing)
+
+
+ONE_SIDED = [
+    {"model.embed_tokens": "whole", "lm_head": "colwise_gather_output"},
+    {"model.embed_tokens": "embedding_rowwise", "lm_head": "whole"},
+]
+
+
+def check_one_sided(group, plan):
+    model = tiny("llama", tie_word_embeddings=True)
+    with pytest.raises(autotp.PlanError, match=r"embed_tokens.*tied|lm_head.*tied"):
+        autotp.parallelize(model, group, plan=plan)
+    assert model.lm_head.weight.shape == (131, 64) and model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("plan", ONE_SIDED)
+def test_a_tied_tensor_planned_two_ways_is_refused(ranks, plan):
+    ranks.run(check_one_sided, plan)
+
+
+def check_tied_checkpoint(group, directory, head):
+    model, reference = autotp.from_pretrained(directory, group, head=head), tiny("llama", tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.__dict__["autotp_plan"].tied == (("model.embed_tokens.weight", "lm_head.weight"),)
+    compare(model.train(), reference.train(), batch(reference))
+
+
+@pytest.mark.parametrize("head", ["auto", "whole"])
+def test_a_tied_checkpoint_stays_tied(ranks, tmp_path, head):
+    tiny("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    ranks.run(check_tied_checkpoint, str(tmp_path), head)
+
+
+def check_meta_source(group):
+    model = autotp.parallelize(tiny("llama"), group)
+    before = autotp.full_state_dict(model)
+    state = tiny("llama", seed=1).state_dict()
+    state["model.norm.weight"] = state["model.norm.weight"].to("meta")
+    with pytest.raises(autotp.GatherError, match=r"model.norm.weight.*meta"):
+        autotp.load_full_state_dict(model, state if dist.get_rank(group) == 0 else None)
+    after = autotp.full_state_dict(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_whole_weights_on_meta_are_refused_on_every_rank(ranks):
+    ranks.run(check_meta_source)
