@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .errors import AutoTPError, GatherError
+from .errors import AutoTPError, GatherError, PlanError
 from .shard import Shard
 
 _counter = itertools.count()
@@ -283,13 +284,29 @@ def reduce_owned_from_group(x: Tensor, group: TPGroup, dtype: torch.dtype | None
     return _ReduceOwnedFromGroup.apply(x, group)
 
 
+def check_held_once(shard: Shard) -> None:
+    """Raise if ranks hold copies: the gradients of copies would have to be added up, and are not.
+
+    Raises:
+        PlanError: the parts hold more elements than the full tensor.
+    """
+    held = sum(shard.local_numel(rank) for rank in range(shard.tp_size))
+    if held != prod(shard.shape):
+        raise PlanError(
+            f"the ranks' parts of {list(shard.shape)} hold {held} elements, so some are held more than once: gather or split "
+            f"them outside autograd (TPGroup.all_gather, Shard.split)"
+        )
+
+
 def gather_from_group(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
     """The full tensor of the ranks' parts; the gradient, equal on all ranks, is split again. Parts held twice: refused."""
+    check_held_once(shard)
     return x if group.tp_size == 1 else _GatherFromGroup.apply(x, group, shard)
 
 
 def split_to_group(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
-    """This rank's part of `x`, which is equal on all ranks; the parts' gradients are gathered."""
+    """This rank's part of `x`, which is equal on all ranks; the parts' gradients are gathered. Parts held twice: refused."""
+    check_held_once(shard)
     return x if group.tp_size == 1 else _SplitToGroup.apply(x, group, shard)
 
 
@@ -343,6 +360,8 @@ def resolve_group(group_or_mesh: Any = None, timeout_s: float = 600) -> TPGroup:
         group = group_or_mesh.get_group()
     elif isinstance(group_or_mesh, dist.ProcessGroup):
         group = group_or_mesh
+    elif group_or_mesh is dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives the ranks outside a new group
+        group = None
     else:
         raise AutoTPError(f"expected a process group, a one-axis DeviceMesh or None, got {type(group_or_mesh).__name__}")
     if group is None or dist.get_rank(group) < 0:

@@ -1,0 +1,300 @@
+"""Groups and collectives: results returned, inputs left alone, gradients as in one process, and who is named when."""
+
+import copy
+import os
+import pickle
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autotp.comm import (
+    TPGroup,
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    reduce_owned_from_group,
+    resolve_group,
+    split_to_group,
+)
+from autotp.errors import AutoTPError, GatherError, PlanError
+from autotp.shard import Shard
+from tests.ranks import grid
+
+
+def made(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def message(function, *args, **kwargs):
+    """The message of the AutoTPError that a call raises."""
+    with pytest.raises(AutoTPError) as info:
+        function(*args, **kwargs)
+    return str(info.value)
+
+
+# -- collectives without gradient ---------------------------------------------------------------------------------------
+
+
+def layouts(base):
+    return {"plain": base, "transposed": base.t(), "expanded": base[:1].expand(5, 4), "strided": base[:, ::2], "empty": base[:0]}
+
+
+def check_all_reduce(group):
+    tp = resolve_group(group)
+    for name, x in layouts(made(tp.tp_rank, 3, 4)).items():
+        before, version = x.clone(), x._version
+        every = [layouts(made(rank, 3, 4))[name] for rank in range(tp.tp_size)]
+        for op, expected in (("sum", torch.stack(every).sum(0)), ("max", torch.stack(every).amax(0))):
+            got = tp.all_reduce(x, op)
+            torch.testing.assert_close(got, expected, msg=f"{name} {op}")
+            assert torch.equal(x, before) and x._version == version, name
+        owned = tp.all_reduce_owned(x.clone(memory_format=torch.preserve_format))
+        torch.testing.assert_close(owned, torch.stack(every).sum(0), msg=f"{name} owned")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_reduce_returns_the_sum_and_leaves_its_input(ranks, size):
+    ranks.run(check_all_reduce, size=size)
+
+
+def check_reduce_dtype(group):
+    """256 + 1 + 1 is 258 in float32 and 256 where 256 + 1 is rounded to bfloat16; in three orders, one adds 1 + 1 first."""
+    tp = resolve_group(group)
+    x = (torch.ones(3, 3) + 255 * torch.eye(3)).bfloat16()[tp.tp_rank]
+    got = tp.all_reduce(x, dtype=torch.float32)
+    assert got.dtype is torch.bfloat16 and got.tolist() == [258.0] * 3
+
+
+def test_all_reduce_sums_in_the_dtype_named(ranks):
+    ranks.run(check_reduce_dtype, size=3)
+
+
+def shard_cases(size):
+    yield Shard.even((7, 3), 0, size)
+    yield Shard.even((3, 7), 1, size)
+    yield Shard.dealt((2, 4, 3), 1, [4] + [0] * (size - 1))  # ranks with nothing
+    yield Shard.from_indices((6,), 0, [list(range(rank, 6, size)) for rank in range(size)])  # dealt out of order
+    yield Shard.even((0, 4), 1, size)  # nothing at all
+    if size > 1:
+        yield Shard.from_indices((6,), 0, [[0, 1, 2, 3], [2, 3, 4, 5]] + [[2, 3]] * (size - 2))  # parts held twice
+
+
+def check_all_gather(group):
+    tp = resolve_group(group)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        for shard in shard_cases(tp.tp_size):
+            full = (made(0, *shard.shape) * 100).to(dtype)
+            local = shard.split(full, tp.tp_rank)
+            before = local.clone()
+            got = tp.all_gather(local, shard)
+            assert torch.equal(got, full) and got.dtype is dtype and torch.equal(local, before)
+            assert got.untyped_storage().data_ptr() != local.untyped_storage().data_ptr() or not got.numel()
+    every, work = tp.start_gather(made(tp.tp_rank, 4, 3).t())
+    if work is not None:
+        work.wait()
+    assert torch.equal(every, torch.stack([made(rank, 4, 3).t() for rank in range(tp.tp_size)]))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_gather_is_bitwise_with_uneven_and_empty_parts(ranks, size):
+    ranks.run(check_all_gather, size=size)
+
+
+# -- gradients, against autograd in one process -------------------------------------------------------------------------
+
+
+def check_copy_then_reduce(group, dtype):
+    """`sum over ranks of f_r(x)` for an x that all hold: the shape of a column -> row pair."""
+    tp = resolve_group(group)
+    weights = [made(10 + rank, 4, 4) for rank in range(tp.tp_size)]
+    whole = made(1, 3, 4).requires_grad_()
+    expected = sum(torch.tanh(whole) @ w for w in weights)
+    expected.backward(made(2, 3, 4))
+    for reduce in (reduce_from_group, reduce_owned_from_group):
+        mine = made(1, 3, 4).requires_grad_()
+        entered = copy_to_group(mine, tp, dtype)
+        got = reduce(torch.tanh(entered) @ weights[tp.tp_rank], tp, dtype)
+        torch.testing.assert_close(got, expected)
+        got.backward(made(2, 3, 4))
+        torch.testing.assert_close(mine.grad, whole.grad)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_copy_and_reduce_are_each_others_transpose(ranks, size, dtype):
+    ranks.run(check_copy_then_reduce, dtype, size=size)
+
+
+def check_owned_layouts(group):
+    tp = resolve_group(group)
+    for name in ("transposed", "view of a product", "no grad"):
+        x = made(3, 4, 4).requires_grad_()
+        product = x @ made(4 + tp.tp_rank, 4, 4)
+        whole = made(3, 4, 4).requires_grad_()
+        expected = sum(whole @ made(4 + rank, 4, 4) for rank in range(tp.tp_size))
+        if name == "no grad":
+            with torch.no_grad():
+                assert not reduce_owned_from_group(x @ made(4 + tp.tp_rank, 4, 4), tp).requires_grad
+            continue
+        view = (lambda t: t.t()) if name == "transposed" else (lambda t: t.view(2, 2, 4))
+        got = reduce_owned_from_group(view(product), tp)
+        torch.testing.assert_close(got, view(expected))
+        (got * got).sum().backward()
+        (expected * expected).sum().backward()
+        torch.testing.assert_close(tp.all_reduce(x.grad), whole.grad)
+
+
+def test_the_reduction_in_place_keeps_the_gradient(ranks):
+    ranks.run(check_owned_layouts)
+
+
+def check_split_then_gather(group):
+    tp = resolve_group(group)
+    for shard in (Shard.even((5, 7), 1, tp.tp_size), Shard.even((7, 5), 0, tp.tp_size), Shard.even((4, 6), 1, tp.tp_size)):
+        scale = made(5, *shard.shape)
+        whole = made(6, *shard.shape).requires_grad_()
+        expected = torch.tanh(whole * 2) * scale
+        expected.backward(made(7, *shard.shape).t().contiguous().t())
+        mine = made(6, *shard.shape).requires_grad_()
+        local = split_to_group(mine * 2, tp, shard)
+        assert tuple(local.shape) == shard.local_shape(tp.tp_rank)
+        got = gather_from_group(torch.tanh(local), tp, shard) * scale
+        torch.testing.assert_close(got, expected)
+        got.backward(made(7, *shard.shape).t().contiguous().t())
+        torch.testing.assert_close(mine.grad, whole.grad)
+    alone = made(8, 4, 6).requires_grad_()
+    shard = Shard.even((4, 6), 1, tp.tp_size)
+    gather_from_group(split_to_group(alone, tp, shard), tp, shard).sum().backward()  # an expanded gradient
+    assert torch.equal(alone.grad, torch.ones(4, 6))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_split_and_gather_are_each_others_transpose(ranks, size):
+    ranks.run(check_split_then_gather, size=size)
+
+
+def check_copies_refused(group):
+    tp = resolve_group(group)
+    shard = Shard.from_indices((6,), 0, [[0, 1, 2, 3], [2, 3, 4, 5]])
+    local = shard.split(made(0, 6), tp.tp_rank)
+    for function, x in ((gather_from_group, local), (split_to_group, made(0, 6))):
+        with pytest.raises(PlanError, match="held"):
+            function(x, tp, shard)
+
+
+def test_parts_held_twice_have_no_gradient_here(ranks):
+    ranks.run(check_copies_refused)
+
+
+def check_twice_differentiated(group):
+    tp = resolve_group(group)
+    x = made(9, 3).requires_grad_()
+    (grad,) = torch.autograd.grad(copy_to_group(x * x, tp).pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_a_second_derivative_is_refused_not_wrong(ranks):
+    ranks.run(check_twice_differentiated)
+
+
+# -- agreement ----------------------------------------------------------------------------------------------------------
+
+
+def check_together(group):
+    tp = resolve_group(group)
+    with tp.together("a good block"):
+        pass
+
+    def block():
+        with tp.together("reading"):
+            if tp.tp_rank >= 1:
+                raise KeyError(f"seeded on {tp.tp_rank}")
+
+    if tp.tp_rank == 0:
+        text = message(block)
+        assert "reading" in text and "[1, 2]" in text and "seeded on 1" in text
+    else:
+        with pytest.raises(KeyError, match=f"seeded on {tp.tp_rank}"):
+            block()
+    assert tp.gather_objects(tp.tp_rank) == [0, 1, 2] and tp.broadcast_object(tp.tp_rank, 2) == 2
+
+
+def test_together_names_the_ranks_that_failed(ranks):
+    ranks.run(check_together, size=3)
+
+
+def check_arrive(group, absent):
+    tp = resolve_group(group, timeout_s=1.0)
+    assert tp.arrive("saving", f"from {tp.tp_rank}|x") == [f"from {rank}|x" for rank in range(3)]
+    if tp.tp_rank in absent:
+        next(tp._arrivals)
+        time.sleep(1.6)
+    else:
+        with pytest.raises(GatherError, match="saving") as info:
+            tp.arrive("saving")
+        assert f"rank(s) {absent} did not come within 1 s" in str(info.value)
+    tp.gather_objects(None)
+    what = "saving" if tp.tp_rank else "gathering"
+    with pytest.raises(GatherError, match="while rank"):
+        tp.arrive(what)
+    assert tp.arrive("loading") == [""] * 3  # still in step
+
+
+@pytest.mark.parametrize("absent", [[0], [2], [1, 2]])
+def test_arrive_names_who_did_not_come(ranks, absent):
+    ranks.run(check_arrive, absent, size=3)
+
+
+def check_copy_and_pickle(group):
+    tp = resolve_group(group)
+    holder = {"tp": tp, "again": tp}
+    twin = copy.deepcopy(holder)
+    assert twin["tp"] is tp and twin["again"] is tp
+    assert "unshard" in message(pickle.dumps, tp)
+    assert "full_state_dict" in message(torch.save, tp, os.devnull)
+
+
+def test_deepcopy_shares_the_group_and_pickle_refuses(ranks):
+    ranks.run(check_copy_and_pickle)
+
+
+# -- finding the group --------------------------------------------------------------------------------------------------
+
+
+def check_resolve(group):
+    assert "2 axes" in message(resolve_group, grid()) and "mesh['tp']" in message(resolve_group, grid())
+    tp = resolve_group(grid()["tp"])
+    assert tp.ranks == ((0, 1) if dist.get_rank() < 2 else (2, 3)) and tp.tp_rank == dist.get_rank() % 2
+    assert resolve_group(tp) is tp
+    assert "str" in message(resolve_group, "tp")
+    assert "not in the process group" in message(resolve_group, dist.GroupMember.NON_GROUP_MEMBER)
+    assert resolve_group(None).ranks == (0, 1, 2, 3)
+    first, second = resolve_group(group), resolve_group(group)  # two models over the same ranks don't share their turns
+    if dist.get_rank() == 0:
+        next(second._arrivals)
+    assert first.arrive("first") == [""] * 4
+
+
+def test_resolve_group_takes_groups_and_one_axis_meshes(ranks):
+    ranks.run(check_resolve, size=4)
+
+
+def test_without_torchrun_there_is_no_group(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert not dist.is_initialized()
+    assert "torchrun" in message(resolve_group)
+
+
+def test_a_group_of_one_needs_no_torch_distributed():
+    tp, x = TPGroup(None, torch.device("cpu")), torch.randn(2, 3, requires_grad=True)
+    shard = Shard.even((2, 3), 1, 1)
+    for function in (copy_to_group, reduce_from_group, reduce_owned_from_group):
+        assert function(x, tp) is x
+    assert gather_from_group(x, tp, shard) is x and split_to_group(x, tp, shard) is x
+    assert tp.arrive("alone", "note") == ["note"] and tp.gather_objects(1) == [1] and tp.broadcast_object(2) == 2
+    total = tp.all_reduce(x.detach())
+    assert torch.equal(total, x) and total.data_ptr() != x.data_ptr()
