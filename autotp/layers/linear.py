@@ -50,7 +50,16 @@ class ParallelLinear(TensorParallel_Layer):
             mp_group: process group, one-axis mesh or TPGroup; None for a single rank.
             skip_partition: the module's weight is this rank's part already.
             name: for messages.
+
+        Raises:
+            PlanError: the module is of another kind, whose layout or forward this layer would silently replace.
         """
+        plain = Conv1D if isinstance(self, Conv1D) else nn.Linear
+        if not isinstance(module, plain) or type(module).forward is not plain.forward:
+            raise PlanError(
+                f"{type(self).__name__} stands for {plain.__name__}, and {name or 'the module'} is a {type(module).__name__}: "
+                f"nn.Linear has LinearLayer and LinearAllreduce, Conv1D its own twins, and parallelize keeps a subclass' forward"
+            )
         nn.Module.__init__(self)
         self.__dict__.update({k: v for k, v in module.__dict__.items() if not k.startswith("_")})
         self._parameters.update(module._parameters)

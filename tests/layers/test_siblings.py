@@ -1,0 +1,214 @@
+"""Linears that read one input: one backward all-reduce for all, never a stale input, and nothing kept alive."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import autotp
+from autotp.comm import TPGroup
+from autotp.layers.siblings import SiblingInput
+from tests.models import tiny
+
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+
+
+class Reductions:
+    """Shapes of what is all-reduced inside the `with`."""
+
+    def __enter__(self):
+        self.shapes, self.real = [], TPGroup.all_reduce_owned
+
+        def counted(group, tensor, op="sum"):
+            self.shapes.append(tuple(tensor.shape))
+            return self.real(group, tensor, op)
+
+        TPGroup.all_reduce_owned = counted
+        return self
+
+    def __exit__(self, *args):
+        TPGroup.all_reduce_owned = self.real
+
+
+def made(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pair(group):
+    """The first layers' attention and MLP, whole and sharded."""
+    whole, mine = tiny("llama").train(), autotp.parallelize(tiny("llama"), group).train()
+    return whole.model.layers[0], mine.model.layers[0], mine
+
+
+def project(attention, x):
+    """The three projections of x."""
+    return [getattr(attention, name)(x) for name in ATTENTION]
+
+
+def check_projections(whole, mine, seed=0):
+    """Values and the input's gradient of q, k, v against the whole ones."""
+    grads, outputs = [], []
+    for attention in (whole, mine):
+        leaf = made(seed, 2, 5, 64).requires_grad_()
+        x = leaf * 1
+        out = project(attention, x)
+        loss = 0
+        for name, y in zip(ATTENTION, out, strict=True):
+            cotangent = made(7 + len(name) + ord(name[0]), *whole.get_submodule(name).weight.shape[:1])
+            shard = getattr(getattr(mine, name), "shards", {}).get("weight") if attention is mine else None
+            if shard is not None:
+                cotangent = cotangent[shard.cuts[0].indices(mine.q_proj.tp.tp_rank)]
+            loss = loss + (y * cotangent).sum()
+        loss.backward()
+        grads.append(leaf.grad)
+        outputs.append(out)
+    for name, full, local in zip(ATTENTION, *outputs, strict=True):
+        shard = mine.get_submodule(name).shards["weight"]
+        torch.testing.assert_close(local, full[..., shard.cuts[0].indices(mine.q_proj.tp.tp_rank)])
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-5)
+
+
+def check_one_reduction(group):
+    whole, mine, _ = pair(group)
+    with Reductions() as seen:
+        check_projections(whole.self_attn, mine.self_attn)
+    assert seen.shapes == [(2, 5, 64)]
+    x = made(1, 2, 5, 64).requires_grad_()
+    with Reductions() as seen:
+        mine.mlp(x * 1).sum().backward()
+    assert seen.shapes == [(2, 5, 64)] * 2  # the row linear's forward, and one for gate and up
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_input_gradient_is_reduced_once_for_all_siblings(ranks, size):
+    ranks.run(check_one_reduction, size=size)
+
+
+def check_after_others(group):
+    whole, mine, model = pair(group)
+    attention = mine.self_attn
+    with torch.no_grad():
+        project(attention, made(3, 2, 5, 64))
+    check_projections(whole.self_attn, attention)
+    with torch.no_grad():
+        attention.q_proj(made(3, 2, 5, 64))  # one sibling alone
+    check_projections(whole.self_attn, attention)
+    same = made(4, 2, 5, 64).requires_grad_()  # the same tensor: with a gradient, without, and again
+    first = attention.q_proj(same)
+    with torch.no_grad():
+        assert not attention.k_proj(same).requires_grad
+    second = attention.k_proj(same)
+    (first.sum() + second.sum()).backward()
+    q, k = whole.self_attn.q_proj.weight, whole.self_attn.k_proj.weight
+    torch.testing.assert_close(same.grad, (q.sum(0) + k.sum(0)).expand_as(same), rtol=1e-4, atol=1e-5)
+    for seed in (5, 6):  # second and third step
+        check_projections(whole.self_attn, attention, seed=seed)
+    with pytest.raises(RuntimeError):
+        attention.q_proj(made(4, 2, 5, 63).requires_grad_() * 1)  # a forward that dies half way
+    check_projections(whole.self_attn, attention)
+    twin = copy.deepcopy(model).model.layers[0].self_attn
+    check_projections(whole.self_attn, twin)
+    shared = {id(getattr(twin, name).siblings) for name in ATTENTION}
+    assert len(shared) == 1 and id(attention.q_proj.siblings) not in shared
+
+
+def test_right_after_no_grad_a_failed_call_a_second_step_and_deepcopy(ranks):
+    ranks.run(check_after_others)
+
+
+def check_edit(group):
+    whole, mine, _ = pair(group)
+
+    leaf = made(0, 2, 5, 64)
+    for attention, rows in ((whole.self_attn, slice(None)), (mine.self_attn, None)):
+        x = leaf.clone().requires_grad_() * 1
+        attention.q_proj(x)
+        with torch.no_grad():
+            x.mul_(3)
+        rows = mine.self_attn.k_proj.shards["weight"].cuts[0].indices(dist.get_rank(group)) if rows is None else rows
+        expected = (leaf * 3) @ whole.self_attn.k_proj.weight.t()
+        got = attention.k_proj(x)
+        torch.testing.assert_close(got, expected[..., rows])
+
+
+def test_an_edit_of_the_input_between_siblings_is_seen(ranks):
+    ranks.run(check_edit)
+
+
+def check_autocast_between(group):
+    _, mine, _ = pair(group)
+    x = made(0, 2, 5, 64).requires_grad_() * 1
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert mine.self_attn.q_proj(x).dtype is torch.bfloat16
+    assert mine.self_attn.k_proj(x).dtype is torch.float32
+
+
+def test_autocast_between_siblings(ranks):
+    ranks.run(check_autocast_between)
+
+
+def check_checkpointed(group, reentrant):
+    whole, mine, _ = pair(group)
+    gradients = []
+    for mlp in (whole.mlp, mine.mlp):
+        leaf = made(2, 2, 5, 64).requires_grad_()
+        with Reductions() as seen:
+            y = checkpoint(mlp, leaf * 1, use_reentrant=reentrant)
+            y = checkpoint(mlp, y, use_reentrant=reentrant)  # the same module twice in one graph
+            y.square().sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-4)
+    # Each call: its forward, perhaps the recomputed one (which may stop early), and once backward.
+    assert 4 <= len(seen.shapes) <= 6
+    for name, parameter in whole.mlp.named_parameters():
+        layer = mine.mlp.get_submodule(name.rpartition(".")[0])
+        expected = layer.shards["weight"].split(parameter.grad, layer.tp.tp_rank)
+        torch.testing.assert_close(mine.mlp.get_parameter(name).grad, expected, rtol=1e-4, atol=1e-4)
+    assert mine.mlp.gate_proj.siblings._source is None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(ranks, reentrant):
+    ranks.run(check_checkpointed, reentrant)
+
+
+def check_nothing_lives(group):
+    _, mine, model = pair(group)
+    project(mine.self_attn, made(0, 2, 5, 64).requires_grad_() * 1)  # dropped by the last one, with no row linear after it
+    assert mine.self_attn.q_proj.siblings._source is None and mine.self_attn.q_proj.siblings._entered is None
+    seen = []
+    for module in (mine.self_attn.q_proj, mine.mlp.gate_proj):
+        module.register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(args[0])))
+    ids = torch.arange(3, 13).view(2, 5)
+    out = model(input_ids=ids, use_cache=False)
+    assert all(m.siblings._source is None and m.siblings._entered is None for m in (mine.self_attn.q_proj, mine.mlp.gate_proj))
+    del out  # the graph goes without a backward
+    gc.collect()
+    assert len(seen) == 2 and all(ref() is None for ref in seen)
+
+
+def test_nothing_is_kept_alive_after_the_forward(ranks):
+    ranks.run(check_nothing_lives)
+
+
+def check_row_ends(group):
+    _, mine, _ = pair(group)
+    x = made(0, 2, 5, 64).requires_grad_() * 1
+    h = mine.mlp.gate_proj(x)  # up_proj is never called
+    assert mine.mlp.gate_proj.siblings._source is x
+    mine.mlp.down_proj(h)
+    assert mine.mlp.gate_proj.siblings._source is None
+
+
+def test_the_row_linear_drops_what_a_skipped_sibling_left(ranks):
+    ranks.run(check_row_ends)
+
+
+def test_equal_tensors_are_not_the_same_input():
+    entry = SiblingInput(TPGroup(None, torch.device("cpu")), 2)
+    a, b = torch.ones(2, requires_grad=True) * 1, torch.ones(2, requires_grad=True) * 1
+    assert entry.enter(a) is a and entry.enter(b) is b and entry.enter(a) is a
