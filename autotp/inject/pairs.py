@@ -171,7 +171,7 @@ def _deal_linear(module: Any, name: str, spec: Mapping[str, Any], dealt: tuple[i
     parts = part_sizes(name, spec, width)
     weight = Shard.dealt(module.weight.shape, layer.cut_dim, dealt, parts)
     shards = {"weight": weight} if row else layer.shards_of(weight, module.bias is not None)
-    siblings = None if row else pair.scope
+    siblings = None if row else pair.scope or ":root"  # an empty name would read as no group
     return Layout(
         spec["style"],
         shards,
