@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
-from math import prod
 from typing import Any
 
 import torch
@@ -57,7 +56,6 @@ class TPGroup:
         self.ranks = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
         self._store = None
         self._arrivals = itertools.count()
-        self._holder_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         if group is not None:
             number = next(_counter)
             # Every member makes its groups in the same order, but may hold others too: the first one names the store.
@@ -147,20 +145,6 @@ class TPGroup:
                 f"Every rank of the TP group must call it, rank 0 included."
             )
         return notes
-
-    def holder_group(self, ranks: tuple[int, ...]) -> TPGroup:
-        """The subgroup of `ranks` (TP ranks). Made once, by its members alone."""
-        if ranks == tuple(range(self.tp_size)):
-            return self
-        if ranks not in self._holder_groups:
-            group: Any = dist.new_group([self.ranks[rank] for rank in ranks], use_local_synchronization=True)
-            self._holder_groups[ranks] = group
-        held = self._holder_groups[ranks]
-        sub = object.__new__(TPGroup)
-        sub.__dict__.update(self.__dict__)
-        sub.group, sub.tp_size, sub.ranks = held, len(ranks), tuple(self.ranks[rank] for rank in ranks)
-        sub.tp_rank = ranks.index(self.tp_rank) if self.tp_rank in ranks else -1
-        return sub
 
     # -- collectives without gradient ---------------------------------------------------------------------------------
 
@@ -290,24 +274,27 @@ def check_held_once(shard: Shard) -> None:
     Raises:
         PlanError: the parts hold more elements than the full tensor.
     """
-    held = sum(shard.local_numel(rank) for rank in range(shard.tp_size))
-    if held != prod(shard.shape):
+    if shard.has_copies:
         raise PlanError(
-            f"the ranks' parts of {list(shard.shape)} hold {held} elements, so some are held more than once: gather or split "
-            f"them outside autograd (TPGroup.all_gather, Shard.split)"
+            f"some elements of the tensor of shape {list(shard.shape)} are held more than once: gather or split its parts "
+            f"outside autograd (TPGroup.all_gather, Shard.split)"
         )
 
 
 def gather_from_group(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
     """The full tensor of the ranks' parts; the gradient, equal on all ranks, is split again. Parts held twice: refused."""
+    if group.tp_size == 1:
+        return x
     check_held_once(shard)
-    return x if group.tp_size == 1 else _GatherFromGroup.apply(x, group, shard)
+    return _GatherFromGroup.apply(x, group, shard)
 
 
 def split_to_group(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
     """This rank's part of `x`, which is equal on all ranks; the parts' gradients are gathered. Parts held twice: refused."""
+    if group.tp_size == 1:
+        return x
     check_held_once(shard)
-    return x if group.tp_size == 1 else _SplitToGroup.apply(x, group, shard)
+    return _SplitToGroup.apply(x, group, shard)
 
 
 # -- finding the group --------------------------------------------------------------------------------------------------

@@ -259,6 +259,11 @@ class Shard:
     # -- who holds what -----------------------------------------------------------------------------------------------
 
     @cached_property
+    def has_copies(self) -> bool:
+        """True when some element is held by several ranks, or twice by one."""
+        return sum(self.local_numel(rank) for rank in range(self.tp_size)) > prod(self.shape)
+
+    @cached_property
     def holders(self) -> tuple[tuple[int, tuple[int, ...], tuple[Run, ...]], ...]:
         """Indices that several ranks hold: `(dim, ranks, runs)` for each distinct set of at least two ranks.
 
