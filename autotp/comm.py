@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -364,12 +363,3 @@ def ranks_of(group: Any = None) -> tuple[int, ...]:
     if isinstance(group, dist.DeviceMesh):
         return tuple(group.mesh.flatten().tolist())
     return tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
-
-
-def run_ranks(group: TPGroup, work: Callable[[], Any], what: str) -> Any:
-    """`work()` after every rank has arrived, with a failure on any rank raised on all (see `TPGroup.together`)."""
-    group.arrive(what)
-    result = None
-    with group.together(what):
-        result = work()
-    return result

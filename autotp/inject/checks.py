@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
+from ..layers.gather import digest_tensors
 from .plan import Plan
 from .rules import read_versions
 
@@ -73,18 +74,8 @@ def check_agreement(group: TPGroup, plan: Plan, weights: str) -> None:
             raise AutoTPError(f"TP rank(s) {others} have other {what} than rank 0{detail}. {hint}.")
 
 
-@torch.no_grad()
 def digest_weights(model: nn.Module) -> str:
-    """A hash of the bits of every parameter and buffer, from one pass over memory and one transfer to the host."""
-    sums: list[Tensor] = []
-    described = []
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor):
-            continue
-        described.append(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}")
-        bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        if bits.numel() % 8 == 0 and bits.data_ptr() % 8 == 0:
-            bits = bits.view(torch.int64)
-        sums.append(bits.sum(dtype=torch.int64).cpu())
-    text = "\n".join(described) + str(torch.stack(sums).tolist() if sums else "")
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """A hash of the names, shapes, dtypes and bits of every parameter and buffer."""
+    state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    form = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in state.items()]
+    return hashlib.sha256(repr((form, digest_tensors(list(state.values())))).encode()).hexdigest()[:16]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -14,21 +14,7 @@ from ..errors import PlanError
 from ..layers.linear import layer_class
 from ..shard import Shard, deal_units
 from . import plan as styles
-from .plan import Region
-
-
-@dataclass
-class Layout:
-    """How one module is split; becomes a ModulePlan."""
-
-    style: str
-    shards: dict[str, Shard] = field(default_factory=dict)
-    unit: int = 1
-    parts: tuple[int, ...] | None = None
-    siblings: str | None = None
-    summed: tuple[str, ...] = ()
-    columns: tuple[int, int] | None = None
-    reduce_dtype: str | None = None
+from .plan import ModulePlan, Region
 
 
 @dataclass
@@ -39,11 +25,15 @@ class Pair:
     columns: list[str]
     rows: list[str]
 
+    def holds(self, owner: str) -> bool:
+        """Whether the module `owner` is the scope or below it."""
+        return not self.scope or owner == self.scope or owner.startswith(self.scope + ".")
+
 
 def pair_regions(
-    model: nn.Module, tp_size: int, specs: Mapping[str, dict[str, Any]], reasons: dict[str, str]
-) -> tuple[dict[str, Layout], tuple[Region, ...]]:
-    """Layouts of all linears and of what belongs to their regions; what is left whole gets a line in `reasons`.
+    model: nn.Module, tp_size: int, specs: Mapping[str, dict[str, Any]], reasons: dict[str, str], source: str
+) -> tuple[dict[str, ModulePlan], tuple[Region, ...]]:
+    """Plans of all linears and of what belongs to their regions; what is left whole gets a line in `reasons`.
 
     Raises:
         PlanError: half a pair, a style on the wrong kind of module, or too few units for the ranks.
@@ -55,23 +45,21 @@ def pair_regions(
     }
     for name, spec in linears.items():
         layer_class(modules[name], spec["style"] in styles.ROW_STYLES)
-    layouts: dict[str, Layout] = {}
+    found: dict[str, ModulePlan] = {}
     for name, spec in linears.items():
         if spec["style"] in styles.GATHERING_STYLES + styles.SPLITTING_STYLES:
-            layouts[name] = _deal_alone(modules[name], name, spec, tp_size)
+            found[name] = _deal_alone(modules[name], name, spec, tp_size)
     regions = []
-    for pair in find_pairs([name for name in linears if name not in layouts], linears):
-        dealt = deal_region(modules, pair, linears, tp_size)
+    for pair in find_pairs([name for name in linears if name not in found], linears):
+        dealt = deal_region(modules, pair, live, tp_size)
         for name in pair.columns + pair.rows:
-            layouts[name] = _deal_linear(modules[name], name, linears[name], dealt, pair)
-        regions.append(_finish_region(model, modules, pair, dealt, live, layouts))
+            found[name] = _deal_linear(modules[name], name, linears[name], dealt, pair)
+        regions.append(_finish_region(model, modules, pair, dealt, live, found))
     for name, spec in live.items():
         owner = name if name in modules else name.rpartition(".")[0]
-        if name in layouts or owner in layouts or spec["style"] == "local_params":
-            continue
-        reasons[name] = "belongs to no split region"
-    _share_gathered_inputs(layouts)
-    return layouts, tuple(regions)
+        if name not in found and owner not in found and spec["style"] != "local_params":
+            reasons[name] = "belongs to no split region"
+    return {name: replace(plan, source=source) for name, plan in found.items()}, tuple(regions)
 
 
 def find_pairs(names: list[str], specs: Mapping[str, dict[str, Any]]) -> list[Pair]:
@@ -122,6 +110,7 @@ def deal_region(
         if part % unit:
             raise PlanError(f"{name}: {part} columns are no multiple of the unit of {unit}: pass unit= that divides it")
         counts.append(part // unit)
+    counts += [_raw_parameter(modules, name).shape[dim] for name, dim in find_raw_parameters(modules, pair, specs)]
     units = gcd(*counts)
     if units < tp_size or (units % tp_size and not known and not all(specs[name].get("unit") for name in widths)):
         listed = ", ".join(f"{name.rpartition('.')[2]} {width}" for name, width in widths.items())
@@ -144,6 +133,20 @@ def find_head_size(modules: Mapping[str, nn.Module], pair: Pair) -> int | None:
     return None
 
 
+def find_raw_parameters(
+    modules: Mapping[str, nn.Module], pair: Pair, specs: Mapping[str, dict[str, Any]]
+) -> list[tuple[str, int]]:
+    """`(name, dim)` of Parameters in the pair's scope that are planned by themselves (attention sinks): one entry a head."""
+    names = [name for name, spec in specs.items() if name not in modules and spec["style"] in styles.COLUMN_STYLES]
+    inside = [name for name in names if pair.holds(name.rpartition(".")[0])]
+    return [(name, max(_raw_parameter(modules, name).ndim - 2, 0)) for name in inside]
+
+
+def _raw_parameter(modules: Mapping[str, nn.Module], name: str) -> nn.Parameter:
+    owner, _, leaf = name.rpartition(".")
+    return modules[owner].get_parameter(leaf)
+
+
 def width_of(module: Any, spec: Mapping[str, Any]) -> int:
     """Outputs of a column linear, inputs of a row linear."""
     shape = module.weight.shape
@@ -164,7 +167,7 @@ def part_sizes(name: str, spec: Mapping[str, Any], width: int) -> tuple[int, ...
     return sizes
 
 
-def _deal_linear(module: Any, name: str, spec: Mapping[str, Any], dealt: tuple[int, ...], pair: Pair) -> Layout:
+def _deal_linear(module: Any, name: str, spec: Mapping[str, Any], dealt: tuple[int, ...], pair: Pair) -> ModulePlan:
     row = spec["style"] in styles.ROW_STYLES
     layer = layer_class(module, row)
     width = width_of(module, spec)
@@ -172,17 +175,18 @@ def _deal_linear(module: Any, name: str, spec: Mapping[str, Any], dealt: tuple[i
     weight = Shard.dealt(module.weight.shape, layer.cut_dim, dealt, parts)
     shards = {"weight": weight} if row else layer.shards_of(weight, module.bias is not None)
     siblings = None if row else pair.scope or ":root"  # an empty name would read as no group
-    return Layout(
+    return ModulePlan(
+        name,
         spec["style"],
         shards,
-        parts[0] // sum(dealt),
-        parts if len(parts) > 1 else None,
-        siblings,
+        unit=parts[0] // sum(dealt),
+        parts=parts if len(parts) > 1 else None,
+        siblings=siblings,
         reduce_dtype=spec.get("reduce_dtype"),
     )
 
 
-def _deal_alone(module: Any, name: str, spec: Mapping[str, Any], tp_size: int) -> Layout:
+def _deal_alone(module: Any, name: str, spec: Mapping[str, Any], tp_size: int) -> ModulePlan:
     """A linear whose output is gathered, or whose input is whole: any cut will do."""
     width = width_of(module, spec)
     if width < tp_size:
@@ -192,18 +196,7 @@ def _deal_alone(module: Any, name: str, spec: Mapping[str, Any], tp_size: int) -
     weight = Shard.even(module.weight.shape, layer.cut_dim, tp_size)
     shards = {"weight": weight} if row else layer.shards_of(weight, module.bias is not None)
     siblings = None if row else name.rpartition(".")[0] + ":gathered"
-    return Layout(spec["style"], shards, siblings=siblings, reduce_dtype=spec.get("reduce_dtype"))
-
-
-def _share_gathered_inputs(layouts: dict[str, Layout]) -> None:
-    """A sibling group of one is no group."""
-    groups: dict[str, list[str]] = {}
-    for name, layout in layouts.items():
-        if layout.siblings:
-            groups.setdefault(layout.siblings, []).append(name)
-    for group, names in groups.items():
-        for name in names:
-            layouts[name].siblings = names[0] if len(names) == 1 else group
+    return ModulePlan(name, spec["style"], shards, siblings=siblings, reduce_dtype=spec.get("reduce_dtype"))
 
 
 def _finish_region(
@@ -212,28 +205,25 @@ def _finish_region(
     pair: Pair,
     dealt: tuple[int, ...],
     specs: Mapping[str, dict[str, Any]],
-    layouts: dict[str, Layout],
+    found: dict[str, ModulePlan],
 ) -> Region:
-    """The region, and the layouts of what else lives in its scope: summed parameters, entering columns, raw parameters."""
+    """The region, and the plans of what else lives in its scope: summed parameters, entering columns, raw parameters."""
     enters = []
     for name, spec in specs.items():
-        owner = name if name in modules else name.rpartition(".")[0]
-        if name in layouts or not (owner == pair.scope or owner.startswith(pair.scope + ".")):
+        if name not in modules or name in found or not pair.holds(name):
             continue
-        style = spec["style"]
-        if style in styles.SUM_STYLES and name in modules:
-            layouts[name] = Layout(style, summed=tuple(key for key, _ in modules[name].named_parameters(recurse=False)))
-        elif style == "mla_kv_a_proj":
+        if spec["style"] in styles.SUM_STYLES:
+            summed = tuple(key for key, _ in modules[name].named_parameters(recurse=False))
+            found[name] = ModulePlan(name, spec["style"], summed=summed)
+        elif spec["style"] == "mla_kv_a_proj":
             columns = _entering_columns(model, modules[name], name)
-            layouts[name] = Layout(style, columns=columns)
+            found[name] = ModulePlan(name, spec["style"], columns=columns)
             enters.append((name, *columns))
-        elif name not in modules and style in styles.COLUMN_STYLES:
-            parameter = modules[owner].get_parameter(name.rpartition(".")[2])
-            dim = max(parameter.ndim - 2, 0)
-            if parameter.shape[dim] % sum(dealt):
-                raise PlanError(f"{name} has {parameter.shape[dim]} entries for {sum(dealt)} units of {pair.scope}")
-            layout = layouts.setdefault(owner, Layout("local_params"))
-            layout.shards[name.rpartition(".")[2]] = Shard.dealt(parameter.shape, dim, dealt)
+    for name, dim in find_raw_parameters(modules, pair, specs):
+        owner, _, leaf = name.rpartition(".")
+        if owner not in found:
+            found[owner] = ModulePlan(owner, "local_params")
+        found[owner].shards[leaf] = Shard.dealt(_raw_parameter(modules, name).shape, dim, dealt)
     entry = tuple((name, "input") for name in pair.columns)
     return Region(pair.scope, tuple(pair.columns), tuple(pair.rows), entry, tuple(pair.rows), dealt, tuple(enters))
 

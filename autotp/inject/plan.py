@@ -10,6 +10,8 @@ import json
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from math import prod
 from typing import Any
 
 from ..errors import PlanError
@@ -123,7 +125,7 @@ class Plan:
     def __getitem__(self, name: str) -> ModulePlan:
         return self.by_name[name]
 
-    @property
+    @cached_property
     def by_name(self) -> dict[str, ModulePlan]:
         """Module name -> its plan."""
         return {module.name: module for module in self.modules}
@@ -131,30 +133,35 @@ class Plan:
     @property
     def shards(self) -> dict[str, Shard]:
         """Full parameter name -> Shard, for every parameter that is not whole."""
+        return self._shards
+
+    @cached_property
+    def _shards(self) -> dict[str, Shard]:
         return {f"{m.name}.{p}" if m.name else p: shard for m in self.modules for p, shard in m.shards.items()}
+
+    @property
+    def _once(self) -> dict[str, int]:
+        """`param_bytes` with a tied tensor listed under its first name alone."""
+        repeats = {name for group in self.tied for name in group[1:]}
+        return {name: size for name, size in self.param_bytes.items() if name not in repeats}
 
     def bytes_of_rank(self, rank: int) -> int:
         """Bytes of parameters that `rank` holds; a tied tensor counts once."""
-        shards, total = self.shards, 0
-        repeats = {name for group in self.tied for name in group[1:]}
-        for name, size in self.param_bytes.items():
-            if name not in repeats:
-                shard = shards.get(name)
-                numel = max(1, Shard.whole(shard.shape, 1).local_numel(0)) if shard else 1
-                total += size * shard.local_numel(rank) // numel if shard else size
+        total = 0
+        for name, size in self._once.items():
+            shard = self.shards.get(name)
+            total += size if shard is None else size * shard.local_numel(rank) // max(1, prod(shard.shape))
         return total
 
     @property
     def full_bytes(self) -> int:
         """Bytes of all parameters; a tied tensor counts once."""
-        repeats = {name for group in self.tied for name in group[1:]}
-        return sum(size for name, size in self.param_bytes.items() if name not in repeats)
+        return sum(self._once.values())
 
     @property
     def split_share(self) -> float:
         """Share of the parameter bytes that is split over the ranks."""
-        repeats = {name for group in self.tied for name in group[1:]}
-        split = sum(self.param_bytes.get(name, 0) for name in self.shards if name not in repeats)
+        split = sum(size for name, size in self._once.items() if name in self.shards)
         return split / max(1, self.full_bytes)
 
     # -- JSON ---------------------------------------------------------------------------------------------------------
@@ -211,7 +218,7 @@ class Plan:
         if self.head or self.loss:
             lines += ["", f"loss and logits: {self.loss}"]
         forward, backward = self.collectives
-        lines += ["", f"collectives of activations in the regions: {forward} all-reduces forward, {backward} backward"]
+        lines += ["", f"collectives of activations between embedding and head: {forward} forward, {backward} backward"]
         if self.whole:
             lines += ["", "left whole on every rank:"]
             grouped: dict[tuple[str, str], int] = Counter()
@@ -223,10 +230,17 @@ class Plan:
 
     @property
     def collectives(self) -> tuple[int, int]:
-        """All-reduces of activations inside the regions, `(forward, backward)`: one a row, one a group of siblings."""
-        rows = sum(len(region.rows) for region in self.regions)
-        groups = {m.siblings for m in self.modules if m.siblings and m.style in COLUMN_STYLES}
-        return rows, len(groups) + sum(len(region.enters) for region in self.regions)
+        """All-reduces and all-gathers of activations between the embedding and the head, `(forward, backward)`.
+
+        Forward: one where a row linear's partial sums leave, one where a column linear's output is gathered. Backward: one
+        for each group of siblings' input and for entering columns, one where a whole input was split.
+        """
+        linears = [m for m in self.modules if m.name != self.head]
+        rows = sum(m.style in ROW_STYLES for m in linears)
+        gathered = sum(m.style in GATHERING_STYLES for m in linears)
+        groups = len({m.siblings for m in linears if m.siblings})
+        split = sum(m.style in SPLITTING_STYLES for m in linears)
+        return rows + gathered, groups + split + sum(len(region.enters) for region in self.regions)
 
     def _rows(self, rank: int) -> list[list[str]]:
         rows: dict[tuple[str, ...], int] = {}

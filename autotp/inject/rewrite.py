@@ -9,7 +9,7 @@ from torch import nn
 
 from ..checkpoint.load import fill_from_source
 from ..checkpoint.save import save_pretrained
-from ..checkpoint.source import ModuleSource, SafetensorsSource
+from ..checkpoint.source import ModuleSource, SafetensorsSource, take_part
 from ..comm import TPGroup, resolve_group
 from ..errors import PlanError
 from ..layers.base import (
@@ -168,15 +168,11 @@ def unshard(model: nn.Module) -> nn.Module:
     group.arrive("unshard")
     remove_entry(model)
     unmark_model(model)
-    done: set[int] = set()
-    for _, module in list(sharded_modules(model)):
-        for name, shard in module.shards.items():
-            parameter = module._parameters[name]
-            if parameter is not None and id(parameter) not in done:
-                done.add(id(parameter))
-                parameter.grad = None
-                parameter.data = module.tp.all_gather(parameter.data, shard)
-        make_plain(module)
+    try:
+        join_weights(model)
+    except BaseException as error:
+        mark_broken(model, f"unsharding it failed half way ({type(error).__name__}: {error})")
+        raise
     for module in model.modules():
         for key, value in module.__dict__.pop("autotp_attrs", {}).items():
             setattr(module, key, value)
@@ -189,7 +185,7 @@ def unshard(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def cut_weights(model: nn.Module, plan: Plan, group: TPGroup) -> None:
-    """Replace the data of every Parameter by this rank's part of it, on the group's device; one tensor at a time."""
+    """Replace data and gradient of every Parameter by this rank's part, on the group's device; one tensor at a time."""
     source, shards = ModuleSource(model), plan.shards
     of: dict[int, Any] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -198,12 +194,28 @@ def cut_weights(model: nn.Module, plan: Plan, group: TPGroup) -> None:
     for name, parameter in model.named_parameters():
         shard = of.get(id(parameter))
         if shard is not None or parameter.device != group.device:
-            parameter.grad = None
+            grad, parameter.grad = parameter.grad, None
             parameter.data = source.read(name, shard, group.tp_rank, parameter.dtype, group.device)
+            if grad is not None:
+                parameter.grad = take_part(grad, shard, group.tp_rank, grad.dtype, group.device)
     for module in model.modules():
         for key, value in module._buffers.items():
             if value is not None and value.device != group.device:
                 module._buffers[key] = value.to(group.device)
+
+
+@torch.no_grad()
+def join_weights(model: nn.Module) -> None:
+    """Give every sharded Parameter its whole data on every rank, and its module its own class."""
+    done: set[int] = set()
+    for _, module in list(sharded_modules(model)):
+        for name, shard in module.shards.items():
+            parameter = module._parameters[name]
+            if parameter is not None and id(parameter) not in done:
+                done.add(id(parameter))
+                parameter.grad = None
+                parameter.data = module.tp.all_gather(parameter.data, shard)
+        make_plain(module)
 
 
 def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str) -> None:

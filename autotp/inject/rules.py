@@ -10,6 +10,7 @@ import difflib
 import platform
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import accelerate
@@ -20,9 +21,10 @@ from transformers import PreTrainedConfig
 
 from ..errors import PlanError
 from ..layers.entry import SHARDED_LOSS, check_logits_path
+from ..version import __version__
 from . import plan as styles
 from .edges import plan_edges
-from .pairs import Layout, pair_regions
+from .pairs import pair_regions
 from .plan import ModulePlan, Plan, WholePlan
 
 Spec = dict[str, Any]
@@ -91,7 +93,7 @@ def read_hf_plan(model: nn.Module) -> dict[str, str]:
     found = dict(getattr(model, "_tp_plan", None) or {})
     if not found:
         raise PlanError(
-            f"{type(model).__name__} has no Hugging Face tensor-parallel plan. Pass one: "
+            f"{type(model).__name__} has no Hugging Face tensor-parallel plan. From Python, pass one: "
             f"plan={{'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise', ...}}"
         )
     return found
@@ -160,8 +162,6 @@ def match_names(key: str, names: Iterable[str]) -> list[str]:
 
 def read_versions() -> dict[str, str]:
     """Versions that must agree on all ranks."""
-    from ..version import __version__
-
     found = {"autotp": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     return {**found, "accelerate": accelerate.__version__, "python": platform.python_version()}
 
@@ -211,7 +211,6 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
 def _assemble(model: nn.Module, tp_size: int, specs: dict[str, Spec], head: str, source: str) -> Plan:
     modules = dict(model.named_modules())
     reasons: dict[str, str] = {}
-    found: dict[str, ModulePlan] = {}
     edges, head_name = plan_edges(model, tp_size, specs, head, source, reasons)
     inner = {name: spec for name, spec in specs.items() if name not in edges and name not in reasons}
     for name, spec in inner.items():
@@ -222,33 +221,16 @@ def _assemble(model: nn.Module, tp_size: int, specs: dict[str, Spec], head: str,
             reasons[name] = spec.get("why", "whole by plan")
         elif name not in modules and modules[name.rpartition(".")[0]].get_parameter(name.rpartition(".")[2]).ndim > 2:
             reasons[name] = "stacked experts are not split yet"
-    layouts, regions = pair_regions(model, tp_size, inner, reasons)
-    for name, layout in layouts.items():
-        found[name] = _plan_module(name, layout, source)
+    found, regions = pair_regions(model, tp_size, inner, reasons, source)
     for name, spec in specs.items():
         if spec.get("attrs"):
             _check_attrs(modules[name], name, spec["attrs"], tp_size)
             base = found.get(name, ModulePlan(name, "replicate", source=source))
-            found[name] = ModulePlan(**{**base.__dict__, "attrs": {k: tuple(v) for k, v in spec["attrs"].items()}})
+            found[name] = replace(base, attrs={key: tuple(values) for key, values in spec["attrs"].items()})
     found.update(edges)
     order = {name: i for i, name in enumerate(modules)}
     planned = tuple(sorted(found.values(), key=lambda module: order[module.name]))
     return _finish(model, tp_size, planned, regions, reasons, head_name)
-
-
-def _plan_module(name: str, layout: Layout, source: str) -> ModulePlan:
-    return ModulePlan(
-        name=name,
-        style=layout.style,
-        shards=layout.shards,
-        unit=layout.unit,
-        parts=layout.parts,
-        siblings=layout.siblings,
-        summed=layout.summed,
-        columns=layout.columns,
-        reduce_dtype=layout.reduce_dtype,
-        source=source,
-    )
 
 
 def _check_attrs(module: nn.Module, name: str, attrs: Mapping[str, Any], tp_size: int) -> None:

@@ -114,7 +114,7 @@ class GatherReplacedLayerParams:
                 whole.tensor.data = full
                 done.append(whole)
                 _refuse_forwards(whole)
-            for whole, digest in zip(self._whole, _digest([whole.tensor for whole in self._whole]), strict=True):
+            for whole, digest in zip(self._whole, digest_tensors([whole.tensor for whole in self._whole]), strict=True):
                 whole.digest = digest
         except BaseException:
             for whole in done:
@@ -130,7 +130,7 @@ class GatherReplacedLayerParams:
         try:
             if exc is None:
                 values = [_current_value(whole) for whole in wholes]
-                digests = _digest(values)
+                digests = digest_tensors(values)
         except BaseException as raised:
             exc = raised
             raise
@@ -228,7 +228,8 @@ def _current_value(whole: _Whole) -> Tensor:
     return value
 
 
-def _digest(tensors: list[Tensor]) -> list[int]:
+@torch.no_grad()
+def digest_tensors(tensors: list[Tensor]) -> list[int]:
     """A number for each tensor's bits; writes through `.data` and numpy are seen too, as version counters would not."""
     sums = [_weigh(tensor.detach()) for tensor in tensors]
     by_device: dict[torch.device, list[int]] = {}
@@ -243,6 +244,8 @@ def _digest(tensors: list[Tensor]) -> list[int]:
 
 def _weigh(tensor: Tensor) -> Tensor:
     """Row sums and column sums of the bits, each weighted by its place: int64 scalar, equal on all ranks."""
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     tensor = tensor.contiguous()

@@ -13,6 +13,7 @@ What is wrapped in transformers and accelerate is in `integrations.py`. A refere
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -159,9 +160,11 @@ def check_data_group(modules: Iterable[nn.Module], group: Any, wrapper: str) -> 
 
 def _wrap_data_parallel() -> None:
     def wrap_ddp(original: Callable) -> Callable:
+        signature = inspect.signature(original)
+
         def init(self, module, *args: Any, **kwargs: Any) -> None:
-            group = kwargs.get("process_group") or (args[5] if len(args) > 5 else None)
-            check_data_group([module], group or kwargs.get("device_mesh"), "DistributedDataParallel")
+            given = signature.bind(self, module, *args, **kwargs).arguments
+            check_data_group([module], given.get("process_group") or given.get("device_mesh"), "DistributedDataParallel")
             original(self, module, *args, **kwargs)
 
         return init

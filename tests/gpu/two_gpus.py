@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import autotp
-from autotp.layers.base import sharded_modules
+from tests.inject.test_families import full_gradients
 from tests.models import batch, tiny
 
 CUDA = os.environ.get("DEVICE", "cuda") == "cuda"
@@ -48,16 +48,6 @@ def run_once(model, inputs):
     return logits, loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def whole_gradients(model):
-    shards = {f"{n}.{p}": (m.tp, s) for n, m in sharded_modules(model) for p, s in m.shards.items()}
-    whole = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            tp, shard = shards.get(name, (None, None))
-            whole[name] = tp.all_gather(parameter.grad, shard) if shard is not None else parameter.grad
-    return whole
-
-
 def compare_gradients(got, want, bar=1e-4):
     """Worst relative error; a gradient that is zero but for rounding counts against the model's largest."""
     assert set(got) == set(want), set(got) ^ set(want)
@@ -75,7 +65,7 @@ def check_float32(family):
     want, got = run_once(reference, inputs), run_once(model, inputs)
     logits, loss = relative(got[0], want[0]), relative(got[1], want[1])
     assert logits <= 1e-4 and loss <= 1e-4, (logits, loss)
-    return f"logits {logits:.1e}, gradients {compare_gradients(whole_gradients(model), want[2]):.1e}"
+    return f"logits {logits:.1e}, gradients {compare_gradients(full_gradients(model), want[2]):.1e}"
 
 
 def check_steps(family):
@@ -163,7 +153,7 @@ def check_checkpointing(family):
         model.zero_grad()
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         run_once(model, inputs)
-        errors.append(compare_gradients(whole_gradients(model), want))
+        errors.append(compare_gradients(full_gradients(model), want))
     return f"reentrant {errors[0]:.1e}, not {errors[1]:.1e}"
 
 
@@ -197,7 +187,7 @@ def check_smollm2_shape():
     want, got = run_once(reference, inputs), run_once(model, inputs)
     logits, loss = relative(got[0], want[0]), relative(got[1], want[1])
     assert logits <= 1e-4 and loss <= 1e-4, (logits, loss)
-    return f"logits {logits:.1e}, loss {loss:.1e}, gradients {compare_gradients(whole_gradients(model), want[2], 1e-3):.1e}"
+    return f"logits {logits:.1e}, loss {loss:.1e}, gradients {compare_gradients(full_gradients(model), want[2], 1e-3):.1e}"
 
 
 def main():

@@ -152,12 +152,14 @@ def count_collectives(group, family):
     for depth in (1, 2):
         model = autotp.parallelize(tiny(family, num_hidden_layers=depth), group).train()
         inputs = batch(model)
-        least = inputs["input_ids"].numel() * model.config.hidden_size
+        least = inputs["input_ids"].numel() * 2  # more than one number a token: an activation
         with Counter(least) as forward:
             loss = model(**inputs).loss
         with Counter(least) as backward:
             loss.backward()
         layers[depth] = (forward.count, backward.count, forward.small, backward.small)
+        planned = model.__dict__["autotp_plan"].collectives
+        layers[depth] += planned
     return tuple(b - a for a, b in zip(layers[1], layers[2], strict=True))
 
 
@@ -170,6 +172,7 @@ def test_collectives_of_one_layer(ranks, family, capsys):
             f"\n  {family}: a layer adds {counts[0]} forward, {counts[1]} backward, and {counts[2]}, {counts[3]} small ones",
             end="",
         )
+    assert counts[4:] == counts[:2]  # what the plan says is what runs
     if family in ("llama", "qwen3"):
         assert counts[:3] == (2, 2, 0)
         assert counts[3] <= (2 if family == "qwen3" else 0)

@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import BertConfig, BertForMaskedLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import autotp
+from autotp.inject.rules import build_on_meta
 from tests.inject.test_families import full_gradients
-from tests.models import batch, tiny
+from tests.models import batch, tiny, tiny_config
 
 
 def compare(model, reference, inputs, rtol=1e-4):
@@ -173,3 +175,75 @@ def check_meta_source(group):
 
 def test_whole_weights_on_meta_are_refused_on_every_rank(ranks):
     ranks.run(check_meta_source)
+
+
+def check_gradients_are_cut(group):
+    reference, model = tiny("llama").train(), tiny("llama").train()
+    for m in (reference, model):
+        m(**batch(m, 0)).loss.backward()
+    autotp.parallelize(model, group)  # between two micro-batches: what was accumulated stays
+    for m in (reference, model):
+        m(**batch(m, 1)).loss.backward()
+    for name, grad in full_gradients(model).items():
+        torch.testing.assert_close(grad, reference.get_parameter(name).grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_gradients_that_are_there_are_cut_too(ranks):
+    ranks.run(check_gradients_are_cut)
+
+
+class Normed(torch.nn.Module):
+    """A pair at the model's root, with a norm of the sharded columns' units between."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = torch.nn.Linear(6, 16), torch.nn.LayerNorm(4), torch.nn.Linear(16, 6)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x).unflatten(-1, (-1, 4))).flatten(-2))
+
+
+def check_root(group):
+    torch.manual_seed(0)
+    reference = Normed()
+    plan = {
+        "up": {"style": "colwise", "unit": 4},
+        "norm": "replicated_with_grad_allreduce",
+        "down": {"style": "rowwise", "unit": 4},
+    }
+    model = autotp.parallelize(copy.deepcopy(reference), group, plan=plan)
+    for m in (reference, model):
+        m(torch.arange(12.0).view(2, 6)).pow(2).sum().backward()
+    for name, grad in full_gradients(model).items():
+        torch.testing.assert_close(grad, reference.get_parameter(name).grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_summed_gradients_of_a_pair_at_the_root(ranks):
+    ranks.run(check_root)
+
+
+needs_sinks = pytest.mark.skipif("granite_swa" not in CONFIG_MAPPING, reason="this transformers has no plan with attention sinks")
+
+
+@needs_sinks
+def test_sinks_bound_the_units_of_their_attention():
+    """One entry a head: no rank gets half of one, also where the head size itself is not known."""
+    config = tiny_config("granite_swa")
+    plan = autotp.make_plan(config, 2)
+    shards = {name: shard for name, shard in plan.shards.items() if name.endswith("sinks")}
+    assert len(shards) == 2 and all(shard.local_shape(0) == (4,) for shard in shards.values())
+    unknown = build_on_meta(config)
+    for layer in unknown.model.layers:
+        del layer.self_attn.head_dim
+    assert autotp.make_plan(unknown, 2).shards == plan.shards
+
+
+def check_sinks(group):
+    reference, model = tiny("granite_swa").train(), autotp.parallelize(tiny("granite_swa"), group).train()
+    compare(model, reference, batch(reference))
+    assert reference.model.layers[0].self_attn.sinks.grad.abs().max() > 0
+
+
+@needs_sinks
+def test_sinks_are_cut_with_their_heads(ranks):
+    ranks.run(check_sinks)

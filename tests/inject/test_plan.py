@@ -135,7 +135,10 @@ def test_describe_says_what_is_split_and_what_is_not():
     assert "128" in norm  # 2 layers of 64 elements
     assert all(entry.reason in text for entry in plan.whole)
     forward, backward = plan.collectives
-    assert (forward, backward) == (4, 4) and "4 all-reduces forward, 4 backward" in text
+    assert (forward, backward) == (
+        4,
+        4,
+    ) and "collectives of activations between embedding and head: 4 forward, 4 backward" in text
     assert "loss and logits: " in text and plan.loss in text
     assert all(len(line) < 200 for line in text.splitlines())
 
