@@ -6,6 +6,9 @@
 | `reduce_from_group` | all-reduce | identity | partial sums leave it |
 | `gather_from_group` | all-gather | slice | sharded columns become whole for replicated computation |
 | `split_to_group` | slice | all-gather | whole columns become sharded after replicated computation |
+| `copy_columns_to_group` | identity | all-reduce of some columns | the same, where only they enter |
+| `keep_on_first` | identity on rank 0, zeros elsewhere | all-reduce of rank 0's | a bias is added to partial sums once |
+| `sum_copies` | identity | sum over the holders | sharded computation reads what several ranks hold |
 
 Collectives return their result and never write into their input, whatever its strides.
 """
@@ -24,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .errors import AutoTPError, GatherError, PlanError
-from .shard import Shard
+from .shard import Shard, put_runs, take_runs
 
 _counter = itertools.count()
 # Newer torch gave the collective another name and warns of the old one.
@@ -248,9 +251,84 @@ class _SplitToGroup(torch.autograd.Function):
         return ctx.group.all_gather(grad, ctx.shard), None, None
 
 
+class _CopyColumnsToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: TPGroup, columns: tuple[tuple[int, int], ...], dtype: torch.dtype | None) -> Tensor:
+        ctx.group, ctx.columns, ctx.dtype = group, columns, dtype
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        entering = [grad[..., start:stop] for start, stop in ctx.columns]
+        summed = ctx.group.all_reduce(torch.cat(entering, -1), dtype=ctx.dtype)
+        out = grad.clone()
+        for (start, stop), part in zip(ctx.columns, summed.split([e.shape[-1] for e in entering], -1), strict=True):
+            out[..., start:stop] = part
+        return out, None, None, None
+
+
+class _KeepOnFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: TPGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x) if group.tp_rank == 0 else torch.zeros_like(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return ctx.group.all_reduce(grad if ctx.group.tp_rank == 0 else torch.zeros_like(grad)), None
+
+
+class _SumCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
+        ctx.group, ctx.copied = group, shard.copied
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        dim, count, by_rank = ctx.copied
+        places, slots = by_rank[ctx.group.tp_rank]
+        shape = [*grad.shape[:dim], count, *grad.shape[dim + 1 :]]
+        summed = grad.new_zeros(shape, dtype=torch.promote_types(grad.dtype, torch.float32))
+        put_runs(summed, dim, slots, take_runs(grad, dim, places).to(summed.dtype))
+        summed = ctx.group.all_reduce_owned(summed)
+        out = grad.clone(memory_format=torch.contiguous_format)
+        put_runs(out, dim, places, take_runs(summed, dim, slots).to(grad.dtype))
+        return out, None, None
+
+
 def copy_to_group(x: Tensor, group: TPGroup, dtype: torch.dtype | None = None) -> Tensor:
     """`x` itself; its gradient is summed over the ranks (in `dtype` if one is named), each of which adds a part of it."""
     return x if group.tp_size == 1 else _CopyToGroup.apply(x, group, dtype)
+
+
+def copy_columns_to_group(
+    x: Tensor, group: TPGroup, columns: tuple[tuple[int, int], ...], dtype: torch.dtype | None = None
+) -> Tensor:
+    """`x` `[..., N]` itself; the gradient of its columns `start:stop` is summed over the ranks, in one all-reduce."""
+    return x if group.tp_size == 1 else _CopyColumnsToGroup.apply(x, group, columns, dtype)
+
+
+def keep_on_first(x: Tensor, group: TPGroup) -> Tensor:
+    """`x` on rank 0 and zeros elsewhere, so that it is added to a partial sum once; every rank gets rank 0's gradient."""
+    return x if group.tp_size == 1 else _KeepOnFirst.apply(x, group)
+
+
+def sum_copies(x_local: Tensor, group: TPGroup, shard: Shard) -> Tensor:
+    """`x_local` itself, this rank's part of `shard`; the gradient of what several ranks hold is summed over its holders.
+
+    All holders get the same bits, so copies that are equal stay equal. Every rank takes part, holders or not: the copied
+    elements alone, in a zero tensor, are all-reduced over the whole group (in float32 at least).
+
+    Raises:
+        PlanError: an index repeats inside a rank, or several cuts have copies.
+    """
+    if group.tp_size == 1 or shard.copied is None:
+        return x_local
+    return _SumCopies.apply(x_local, group, shard)
 
 
 def reduce_from_group(x: Tensor, group: TPGroup, dtype: torch.dtype | None = None) -> Tensor:

@@ -288,6 +288,42 @@ class Shard:
             found.append((cut.dim, ranks, compress_indices(several[which == column].tolist())))
         return tuple(sorted(found))
 
+    @cached_property
+    def copied(self) -> tuple[int, int, tuple[tuple[tuple[Run, ...], tuple[Run, ...]], ...]] | None:
+        """Where the copies lie in each rank's part: `(dim, count, ((places, slots) of each rank))`; None without copies.
+
+        The `count` indices of `dim` that several ranks hold are numbered in their order. `slots` are the numbers of those that
+        a rank holds, `places` where they lie in its part, in the same order.
+
+        Raises:
+            PlanError: several cuts with copies, or an index that repeats inside one rank.
+        """
+        if not self.has_copies:
+            return None
+        self._check_no_repeats()
+        if not self.holders:
+            return None
+        cut = self.cuts[0]
+        several = torch.cat([Cut(cut.dim, (runs,)).indices(0) for _, _, runs in self.holders]).sort().values
+        number = torch.full((self.shape[cut.dim],), -1)
+        number[several] = torch.arange(len(several))
+        by_rank = []
+        for rank in range(self.tp_size):
+            numbers = number[cut.indices(rank)]
+            places = (numbers >= 0).nonzero().flatten()
+            by_rank.append((compress_indices(places.tolist()), compress_indices(numbers[places].tolist())))
+        return cut.dim, len(several), tuple(by_rank)
+
+    def _check_no_repeats(self) -> None:
+        for cut in self.cuts:
+            for rank in range(self.tp_size):
+                indices = cut.indices(rank)
+                if len(indices.unique()) < len(indices):
+                    raise PlanError(
+                        f"rank {rank} holds an index of dim {cut.dim} of shape {self.shape} twice: the gradients of such copies "
+                        f"can't be summed. Deal whole units, or leave the tensor whole."
+                    )
+
     def owned(self, rank: int) -> tuple[tuple[int, Tensor], ...]:
         """What of `rank`'s part it owns: `(dim, mask)` for each dim where some indices are another rank's or repeats.
 

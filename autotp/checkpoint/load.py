@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from ..comm import TPGroup
 from ..errors import CheckpointError
 from ..shard import Shard
 from .names import match_names, tie_names
-from .source import WeightSource
+from .source import WeightSource, take_part
 
 DtypeExceptions = Sequence[tuple[re.Pattern, torch.dtype]]
 
@@ -72,13 +72,13 @@ def fill_from_source(
             if name in done:
                 continue
             names = ties[name]
-            done.update(names)
-            if keys[name]:
+            if keys[name]:  # the others are buffers that have a value already
+                done.update(names)
                 wanted = _wanted_dtype(state[name], name, dtype, keep)
                 shard = next((plan.shards[n] for n in names if n in plan.shards), None)
                 local = _read_tied(source, keys[name], shard, group.tp_rank, wanted, device)
                 _place(model, names, state[name], local)
-        _move_buffers(model, device)
+        place_buffers(model, plan.shards, group.tp_rank, device, done)
 
 
 def _read_tied(source: WeightSource, keys: Sequence[str], shard: Shard | None, rank: int, dtype: torch.dtype, device) -> Tensor:
@@ -109,15 +109,27 @@ def _place(model: nn.Module, names: Sequence[str], old: Tensor, local: Tensor) -
         table[own] = new
 
 
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
+def place_buffers(
+    model: nn.Module, shards: Mapping[str, Shard], rank: int, device: torch.device, ready: Collection[str] = ()
+) -> None:
+    """Move every buffer to `device`, those of `shards` as `rank`'s part (but those `ready`); a shared one stays shared."""
+    done: dict[int, tuple[Tensor, Tensor]] = {}  # the old tensor is kept alive, so that its id stays its own
+    for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is None:
+                continue
+            full_name = f"{path}.{name}" if path else name
+            shard = None if full_name in ready else shards.get(full_name)
+            if shard is not None:
+                if id(buffer) not in done:
+                    done[id(buffer)] = (buffer, take_part(buffer, shard, rank, buffer.dtype, device))
+                module._buffers[name] = done[id(buffer)][1]
+            elif buffer.device != device:
                 module._buffers[name] = buffer.to(device)
 
 
 def _check_shards(model: nn.Module, plan: PlanLike) -> None:
-    state = model.state_dict(keep_vars=True)
+    state = {**model.state_dict(keep_vars=True), **dict(model.named_buffers(remove_duplicate=False))}
     for name, shard in plan.shards.items():
         if name not in state or tuple(state[name].shape) != shard.shape:
             held = list(state[name].shape) if name in state else "not there"

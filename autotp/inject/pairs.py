@@ -217,7 +217,7 @@ def _finish_region(
             found[name] = ModulePlan(name, spec["style"], summed=summed)
         elif spec["style"] == "mla_kv_a_proj":
             columns = _entering_columns(model, modules[name], name)
-            found[name] = ModulePlan(name, spec["style"], columns=columns)
+            found[name] = ModulePlan(name, spec["style"], columns=(columns,))
             enters.append((name, *columns))
     for name, dim in find_raw_parameters(modules, pair, specs):
         owner, _, leaf = name.rpartition(".")

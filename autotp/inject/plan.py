@@ -15,13 +15,16 @@ from math import prod
 from typing import Any
 
 from ..errors import PlanError
-from ..shard import Shard
+from ..shard import Run, Shard
 
 COLUMN_STYLES = ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep")
 ROW_STYLES = ("rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep")
 GATHERING_STYLES = ("colwise_gather_output", "colwise_rep")
 SPLITTING_STYLES = ("rowwise_split_input", "rowwise_rep")
 EMBEDDING_STYLES = ("embedding_rowwise", "embedding_colwise")
+# Only in plans that say themselves who reduces and who enters, not in a caller's dict.
+PARTIAL_STYLES = ("rowwise_partial",)
+LOCAL_EMBEDDING_STYLES = ("embedding_colwise_local",)
 SUM_STYLES = ("replicated_with_grad_allreduce",)
 MISC_STYLES = ("mla_kv_a_proj", "local_params", "replicate", "whole")
 NOT_BUILT_STYLES = {
@@ -38,20 +41,60 @@ STYLES = COLUMN_STYLES + ROW_STYLES + EMBEDDING_STYLES + SUM_STYLES + MISC_STYLE
 
 
 @dataclass(frozen=True)
+class InputPlan:
+    """What is done to an argument of a module's forward before it; an argument that is None or not given is left alone.
+
+    Attributes:
+        argument: parameter name of forward; position: its place when it is passed positionally, None if it never is.
+        sums: its gradient is summed over the ranks (identity forward), where it is a floating tensor that requires one.
+        dim: dimension of which each rank then takes its part, or None; it has `n * period` indices for some n.
+        period, indices: rank r takes the indices of `indices[r]` out of each `period`. A dimension of 1 broadcasts: left alone.
+    """
+
+    argument: str
+    position: int | None
+    sums: bool
+    dim: int | None = None
+    period: int = 0
+    indices: tuple[tuple[Run, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class NormPlan:
+    """A norm over a width that is dealt to the ranks; how its columns are dealt is said by the shards of its parameters.
+
+    Attributes:
+        kind: "rms" (times weight), "rms1p" (times 1 + weight) or "layernorm".
+        eps: added to the mean square or variance; width: columns of the whole tensor that is normalised.
+    """
+
+    kind: str
+    eps: float
+    width: int
+
+
+@dataclass(frozen=True)
 class ModulePlan:
     """What one module becomes.
 
     Attributes:
         name: full module name.
         style: transformers' word for it, see `STYLES`.
-        shards: parameter name -> which slice each rank holds.
+        shards: parameter or buffer name -> which slice each rank holds; the gradient of copies is summed over their holders.
         unit: columns (or rows) that must stay together, e.g. the head size; parts: sizes of the packed parts in order.
-        siblings: linears with the same value read one input and share one backward collective.
+        siblings: column linears with the same value read one input and share one backward collective; None: their input
+            was entered already, by `inputs` of a module around them.
         summed: parameters kept whole whose gradient is partial on each rank and is summed over all.
-        columns: for a whole linear, `(start, stop)` of output columns that enter sharded computation.
-        attrs: attribute -> its value on each rank.
+        columns: for a whole linear, `(start, stop)` pairs of output columns that enter sharded computation.
+        attrs: attribute -> its value on each rank; "config.name" is read through a view of the module's live config.
         reduce_dtype: dtype name in which partial sums are added up; None for the tensor's own.
         source: where the line comes from; why: one line for the reader.
+        once: parameters kept whole that are added behind a reduced value: read on rank 0 alone, as zeros elsewhere, and their
+            gradient, rank 0's, reaches every rank.
+        inputs: what is done to arguments of forward; outputs: which outputs (index into a tuple or by order into a
+            ModelOutput, 0 for a lone tensor) are partial sums that are all-reduced when the module returns.
+        norm: the module is a norm over a dealt width, and its forward is replaced.
+        forward: name of a replacement forward registered elsewhere; reserved.
     """
 
     name: str
@@ -61,11 +104,33 @@ class ModulePlan:
     parts: tuple[int, ...] | None = None
     siblings: str | None = None
     summed: tuple[str, ...] = ()
-    columns: tuple[int, int] | None = None
+    columns: tuple[tuple[int, int], ...] = ()
     attrs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     reduce_dtype: str | None = None
     source: str = "hf"
     why: str = ""
+    once: tuple[str, ...] = ()
+    inputs: tuple[InputPlan, ...] = ()
+    outputs: tuple[int, ...] = ()
+    norm: NormPlan | None = None
+    forward: str | None = None
+
+    def __post_init__(self) -> None:
+        # Lists would come back from JSON as tuples: one spelling, so that plans compare equal.
+        object.__setattr__(self, "attrs", {name: _tuples(values) for name, values in self.attrs.items()})
+
+    def describe_extras(self, rank: int) -> str:
+        """What is done beside the style, in short: `sums weight; enters hidden_states; reduces output 0; num_heads=4`."""
+        said = [f"{word} {', '.join(names)}" for word, names in (("sums", self.summed), ("rank 0's", self.once)) if names]
+        for entry in self.inputs:
+            did = ["enters"] * entry.sums + [f"takes its part of dim {entry.dim} of"] * (entry.dim is not None)
+            said.append(f"{' and '.join(did)} {entry.argument}")
+        said += [f"columns {start}-{stop} enter" for start, stop in self.columns]
+        said += [f"reduces output {index}" for index in self.outputs]
+        said += [f"{self.norm.kind} norm over {self.norm.width} dealt columns"] if self.norm else []
+        said += [f"copies of {name} summed" for name, shard in self.shards.items() if shard.has_copies]
+        said += [f"{name}={values[rank]}" for name, values in self.attrs.items()]
+        return "; ".join(said)
 
 
 @dataclass(frozen=True)
@@ -188,8 +253,13 @@ class Plan:
             modules = []
             for entry in data["modules"]:
                 shards = {name: Shard.from_json(shard) for name, shard in entry.pop("shards").items()}
-                attrs = {name: tuple(values) for name, values in entry.pop("attrs").items()}
-                modules.append(ModulePlan(**{k: _tuples(v) for k, v in entry.items()}, shards=shards, attrs=attrs))
+                attrs = entry.pop("attrs")
+                inputs = tuple(InputPlan(**{k: _tuples(v) for k, v in one.items()}) for one in entry.pop("inputs"))
+                norm = entry.pop("norm")
+                norm = None if norm is None else NormPlan(**norm)
+                modules.append(
+                    ModulePlan(**{k: _tuples(v) for k, v in entry.items()}, shards=shards, attrs=attrs, inputs=inputs, norm=norm)
+                )
             regions = tuple(Region(**{k: _tuples(v) for k, v in entry.items()}) for entry in data["regions"])
             whole = tuple(WholePlan(**entry) for entry in data["whole"])
             rest = {k: _tuples(v) for k, v in data.items() if k not in ("modules", "regions", "whole")}
@@ -232,15 +302,18 @@ class Plan:
     def collectives(self) -> tuple[int, int]:
         """All-reduces and all-gathers of activations between the embedding and the head, `(forward, backward)`.
 
-        Forward: one where a row linear's partial sums leave, one where a column linear's output is gathered. Backward: one
-        for each group of siblings' input and for entering columns, one where a whole input was split.
+        Forward: one where partial sums leave a row linear or a module, one where a column linear's output is gathered, one
+        for the statistics of a dealt norm (two for a layernorm). Backward: one for each group of siblings' input, for an
+        argument and for columns that enter, one where a whole input was split, one for a dealt norm. Gradients of parameters
+        are not counted.
         """
-        linears = [m for m in self.modules if m.name != self.head]
-        rows = sum(m.style in ROW_STYLES for m in linears)
-        gathered = sum(m.style in GATHERING_STYLES for m in linears)
-        groups = len({m.siblings for m in linears if m.siblings})
-        split = sum(m.style in SPLITTING_STYLES for m in linears)
-        return rows + gathered, groups + split + sum(len(region.enters) for region in self.regions)
+        modules = [m for m in self.modules if m.name != self.head]
+        norms = [m.norm for m in modules if m.norm is not None]
+        forward = sum(m.style in ROW_STYLES + GATHERING_STYLES for m in modules) + sum(len(m.outputs) for m in modules)
+        forward += len(norms) + sum(norm.kind == "layernorm" for norm in norms)
+        backward = len({m.siblings for m in modules if m.siblings}) + sum(entry.sums for m in modules for entry in m.inputs)
+        backward += sum(m.style in SPLITTING_STYLES for m in modules) + sum(bool(m.columns) for m in modules) + len(norms)
+        return forward, backward
 
     def _rows(self, rank: int) -> list[list[str]]:
         rows: dict[tuple[str, ...], int] = {}
@@ -248,7 +321,8 @@ class Plan:
             shard = module.shards.get("weight") or next(iter(module.shards.values()), None)
             full = "x".join(map(str, shard.shape)) if shard else "-"
             local = "x".join(map(str, shard.local_shape(rank))) if shard else "whole"
-            key = (fold_name(module.name), module.style, full, local, module.source + (f": {module.why}" if module.why else ""))
+            said = "; ".join(filter(None, (module.why, module.describe_extras(rank))))
+            key = (fold_name(module.name), module.style, full, local, module.source + (f": {said}" if said else ""))
             rows[key] = rows.get(key, 0) + 1
         return [[f"{key[0]} ({n}x)" if n > 1 else key[0], *key[1:]] for key, n in rows.items()]
 
@@ -259,7 +333,7 @@ def fold_name(name: str) -> str:
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+    return tuple(_tuples(v) for v in value) if isinstance(value, list | tuple) else value
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:

@@ -5,52 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..checkpoint.load import fill_from_source
+from ..checkpoint.load import fill_from_source, place_buffers
 from ..checkpoint.save import save_pretrained
 from ..checkpoint.source import ModuleSource, SafetensorsSource, take_part
 from ..comm import TPGroup, resolve_group
 from ..errors import PlanError
-from ..layers.base import (
-    SummedGradients,
-    TensorParallel_Layer,
-    check_usable,
-    find_group,
-    index_parameters,
-    insert_class,
-    mark_broken,
-    plain_class,
-    sharded_modules,
-)
-from ..layers.embedding import HiddenParallelEmbedding, VocabParallelEmbedding, VocabParallelHead, set_local_sizes
+from ..layers.base import check_usable, find_group, index_parameters, mark_broken, sharded_modules
 from ..layers.entry import install_entry, remove_entry
 from ..layers.guards import install_guards, mark_model, unmark_model
-from ..layers.linear import EnteringLinear, ParallelLinear, prepare, rewrite_linear, set_linear_sizes
-from ..layers.siblings import SiblingInput
-from . import plan as styles
+from .attributes import restore_attributes
 from .checks import check_agreement, check_memory, check_options, digest_weights, refuse_unbuilt, with_attrs
 from .load import build_empty, find_checkpoint
-from .plan import ModulePlan, Plan
+from .plan import Plan
 from .rules import make_plan
 from .shapes import check_shapes
-
-# Instance attributes that the rewrite sets on modules, over and above its own names.
-LAYER_STATE = [
-    "tp",
-    "shards",
-    "full_name",
-    "run",
-    "siblings",
-    "ends",
-    "gather_output",
-    "split_input",
-    "reduce_dtype",
-    "summed",
-    "columns",
-    "keep_sharded",
-    "owned_indices",
-]
+from .swap import make_plain, rewrite_modules
 
 
 def parallelize(
@@ -174,8 +145,7 @@ def unshard(model: nn.Module) -> nn.Module:
         mark_broken(model, f"unsharding it failed half way ({type(error).__name__}: {error})")
         raise
     for module in model.modules():
-        for key, value in module.__dict__.pop("autotp_attrs", {}).items():
-            setattr(module, key, value)
+        restore_attributes(module)
     model.__dict__.pop("autotp_plan", None)
     return model
 
@@ -198,23 +168,24 @@ def cut_weights(model: nn.Module, plan: Plan, group: TPGroup) -> None:
             parameter.data = source.read(name, shard, group.tp_rank, parameter.dtype, group.device)
             if grad is not None:
                 parameter.grad = take_part(grad, shard, group.tp_rank, grad.dtype, group.device)
-    for module in model.modules():
-        for key, value in module._buffers.items():
-            if value is not None and value.device != group.device:
-                module._buffers[key] = value.to(group.device)
+    place_buffers(model, shards, group.tp_rank, group.device)
 
 
 @torch.no_grad()
 def join_weights(model: nn.Module) -> None:
     """Give every sharded Parameter its whole data on every rank, and its module its own class."""
-    done: set[int] = set()
+    done: dict[int, tuple[Tensor, Any]] = {}  # a part -> itself, kept alive for its id, and what it became
     for _, module in list(sharded_modules(model)):
         for name, shard in module.shards.items():
-            parameter = module._parameters[name]
+            parameter, buffer = module._parameters.get(name), module._buffers.get(name)
             if parameter is not None and id(parameter) not in done:
-                done.add(id(parameter))
                 parameter.grad = None
                 parameter.data = module.tp.all_gather(parameter.data, shard)
+                done[id(parameter)] = (parameter, parameter)
+            elif buffer is not None:
+                if id(buffer) not in done:
+                    done[id(buffer)] = (buffer, module.tp.all_gather(buffer, shard))
+                module._buffers[name] = done[id(buffer)][1]
         make_plain(module)
 
 
@@ -226,70 +197,3 @@ def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str) ->
     install_guards(save=save_pretrained)
     mark_model(model, group)
     index_parameters(model)
-
-
-def rewrite_modules(model: nn.Module, plan: Plan, group: TPGroup) -> None:
-    """Give every module of the plan its sharded forward."""
-    members: dict[str, int] = {}
-    for module_plan in plan.modules:
-        if module_plan.siblings:
-            members[module_plan.siblings] = members.get(module_plan.siblings, 0) + 1
-    dtypes = {m.siblings: _dtype(m) for m in plan.modules if m.siblings}
-    shared = {key: SiblingInput(group, count, dtypes[key]) for key, count in members.items()}
-    for module_plan in plan.modules:
-        rewrite_module(model.get_submodule(module_plan.name), module_plan, plan, group, shared)
-    for region in plan.regions:
-        inputs = {shared[plan[name].siblings or ""] for name in region.columns}
-        for name in region.rows:
-            model.get_submodule(name).ends = tuple(inputs)  # type: ignore[assignment]
-
-
-def rewrite_module(module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, shared: dict[str, SiblingInput]) -> None:
-    """Turn one module into what its plan says."""
-    style, name = entry.style, entry.name
-    if entry.attrs:
-        module.__dict__["autotp_attrs"] = {key: getattr(module, key) for key in entry.attrs}
-        for key, values in entry.attrs.items():
-            setattr(module, key, values[group.tp_rank])
-    if name == plan.head:
-        insert_class(module, VocabParallelHead)
-        prepare(module, group, entry.shards, name)
-        set_local_sizes(module)
-    elif style in styles.EMBEDDING_STYLES:
-        insert_class(module, VocabParallelEmbedding if style == "embedding_rowwise" else HiddenParallelEmbedding)
-        prepare(module, group, entry.shards, name)
-        set_local_sizes(module)
-    elif style in styles.COLUMN_STYLES:
-        rewrite_linear(module, False, group, entry.shards, name, _dtype(entry))
-        module.siblings = shared[entry.siblings or name]
-        module.gather_output = style in styles.GATHERING_STYLES
-    elif style in styles.ROW_STYLES:
-        rewrite_linear(module, True, group, entry.shards, name, _dtype(entry))
-        module.split_input = style in styles.SPLITTING_STYLES
-    elif style == "mla_kv_a_proj":
-        insert_class(module, EnteringLinear)
-        prepare(module, group, {}, name)
-        module.columns = entry.columns
-    elif entry.summed:
-        insert_class(module, SummedGradients)
-        prepare(module, group, {}, name)
-        module.summed = entry.summed
-    elif entry.shards:
-        insert_class(module, TensorParallel_Layer)
-        prepare(module, group, entry.shards, name)
-
-
-def make_plain(module: Any) -> None:
-    """Give a rewritten module its own class and sizes back; its data must be whole already."""
-    weight = module.shards.get("weight")
-    if weight is not None and isinstance(module, nn.Embedding):
-        module.num_embeddings, module.embedding_dim = weight.shape
-    elif weight is not None and isinstance(module, (ParallelLinear, VocabParallelHead)):
-        set_linear_sizes(module, weight.shape)
-    module.__class__ = plain_class(module)
-    for key in LAYER_STATE:
-        module.__dict__.pop(key, None)
-
-
-def _dtype(entry: ModulePlan) -> torch.dtype | None:
-    return None if entry.reduce_dtype is None else getattr(torch, entry.reduce_dtype)

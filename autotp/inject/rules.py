@@ -177,6 +177,7 @@ def check_plan(model: nn.Module, plan: Plan, tp_size: int) -> None:
             f"the plan is for {plan.tp_size} ranks, but there are {tp_size}: make it again with make_plan(model, {tp_size})"
         )
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
+    parameters |= dict(model.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
     for module in plan.modules:
         if module.name not in modules:
             raise PlanError(f"the plan names module {module.name}, which {type(model).__name__} does not have")

@@ -76,8 +76,9 @@ def _shadow(model: nn.Module, shards: dict[str, Shard], rank: int) -> nn.Module:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shape = shards[name].local_shape(rank) if name in shards else parameter.shape
         memo.setdefault(id(parameter), nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device=META), requires_grad=False))
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device=META)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        shape = shards[name].local_shape(rank) if name in shards else buffer.shape
+        memo.setdefault(id(buffer), torch.empty(shape, dtype=buffer.dtype, device=META))
     return copy.deepcopy(model, memo).eval()
 
 

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..comm import TPGroup, copy_to_group
+from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
 from ..shard import Shard
 
@@ -50,31 +49,6 @@ class TensorParallel_Layer(nn.Module):
             if value is not None and own is not None and tuple(value.shape) == shard.shape != tuple(own.shape):
                 state_dict[prefix + name] = shard.split(value, self.tp.tp_rank).clone()
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-class SummedGradients(TensorParallel_Layer):
-    """A module kept whole whose parameters see only part of the work on each rank: a per-head norm, say.
-
-    The sum over the ranks is part of autograd where the forward reads the parameter, so it is right under gradient
-    accumulation, freezing, deepcopy and data parallelism. `summed` names the parameters.
-    """
-
-    summed: tuple[str, ...]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)
-        own = self._parameters
-        read: dict[str, Any] = dict(own)
-        for name in self.summed:
-            parameter = own[name]
-            if parameter is not None and parameter.requires_grad:
-                read[name] = copy_to_group(parameter, self.tp, torch.float32)
-        self.__dict__["_parameters"] = read
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            self.__dict__["_parameters"] = own
 
 
 def insert_class(module: nn.Module, layer: type[nn.Module]) -> None:

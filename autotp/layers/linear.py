@@ -1,4 +1,4 @@
-"""Column- and row-parallel linears: what `nn.Linear` and transformers' Conv1D are rewritten into.
+"""Column- and row-parallel linears: what `nn.Linear`, transformers' Conv1D and convolutions are rewritten into.
 
 M rows, K in, N out, T ranks.
 
@@ -6,20 +6,30 @@ M rows, K in, N out, T ranks.
 |---|---|---|---|
 | `LinearLayer` | `[N/T, K]`, bias `[N/T]` | `y_local = x @ w.T + b` | `dx = all_reduce(dy_local @ w)`, once for all siblings |
 | `LinearAllreduce` | `[N, K/T]`, bias `[N]` whole | `y = all_reduce(x_local @ w.T) + b` | no collective |
+| `LinearPartial` | the same | `y_partial = x_local @ w.T + (b on rank 0)`, reduced by a module around it | `db` = rank 0's |
 
-The Conv1D twins hold their weights transposed, `[K, N/T]` and `[K/T, N]`.
+The Conv1D twins hold their weights transposed, `[K, N/T]` and `[K/T, N]`. Convolutions are in conv.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..comm import TPGroup, copy_to_group, reduce_owned_from_group, resolve_group, split_to_group
+from ..comm import (
+    TPGroup,
+    copy_columns_to_group,
+    keep_on_first,
+    reduce_owned_from_group,
+    resolve_group,
+    split_to_group,
+    sum_copies,
+)
 from ..errors import PlanError
 from ..kernels.dispatch import Problem, select
 from ..shard import Cut, Shard
@@ -107,15 +117,15 @@ class LinearLayer(ParallelLinear, nn.Linear):
     """A linear split over its outputs.
 
     Attributes:
-        siblings: the SiblingInput shared with the linears that read the same input.
+        siblings: the SiblingInput shared with the linears that read the same input; None where it was entered elsewhere.
         gather_output: all-gather the outputs, for computation that is replicated.
     """
 
-    siblings: SiblingInput
+    siblings: SiblingInput | None
     gather_output = False
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.requires_grad and torch.is_grad_enabled():
+        if self.siblings is not None and input.requires_grad and torch.is_grad_enabled():
             input = self.siblings.enter(input)
         y = self.run(input, self.weight, self.bias)
         return gather_columns(y, self.shards["weight"], self.out_dim, self.tp) if self.gather_output else y
@@ -144,11 +154,23 @@ class LinearAllreduce(ParallelLinear, nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
+class LinearPartial(ParallelLinear, nn.Linear):
+    """`LinearAllreduce` whose sum is left to the module around it, which adds up more than this layer's output."""
+
+    cut_dim = 1
+    ends: tuple[SiblingInput, ...] = ()
+
+    def forward(self, input: Tensor) -> Tensor:
+        for entered in self.ends:
+            entered.clear()
+        return self.run(input, self.weight, None if self.bias is None else keep_on_first(self.bias, self.tp))
+
+
 class Conv1DLayer(ParallelLinear, Conv1D):
     """`LinearLayer` for transformers' Conv1D: weight `[K, N/T]`."""
 
     op, out_dim, in_dim, cut_dim = "linear_transposed", 1, 0, 1
-    siblings: SiblingInput
+    siblings: SiblingInput | None
     gather_output = False
     forward = LinearLayer.forward  # type: ignore[assignment]
     __repr__ = nn.Module.__repr__  # Conv1D's own knows nothing of shards
@@ -164,18 +186,26 @@ class Conv1DAllreduce(ParallelLinear, Conv1D):
     __repr__ = nn.Module.__repr__
 
 
-class EnteringLinear(TensorParallel_Layer, nn.Linear):
-    """A linear kept whole of whose output only some columns enter sharded computation (MLA's rotary columns).
+class Conv1DPartial(ParallelLinear, Conv1D):
+    """`LinearPartial` for transformers' Conv1D: weight `[K/T, N]`."""
 
-    The gradient of columns `columns[0]:columns[1]` is summed over the ranks; the others' is complete already.
+    op, out_dim, in_dim, cut_dim = "linear_transposed", 1, 0, 0
+    ends: tuple[SiblingInput, ...] = ()
+    forward = LinearPartial.forward  # type: ignore[assignment]
+    __repr__ = nn.Module.__repr__
+
+
+class EnteringLinear(TensorParallel_Layer):
+    """Any linear kept whole of whose output only some columns enter sharded computation (MLA's rotary columns).
+
+    The gradient of columns `start:stop` of each pair in `columns` is summed over the ranks; the others' is complete already.
     """
 
-    columns: tuple[int, int]
+    columns: tuple[tuple[int, int], ...]
+    reduce_dtype: torch.dtype | None = None
 
-    def forward(self, input: Tensor) -> Tensor:
-        y = super().forward(input)
-        start, stop = self.columns
-        return torch.cat([y[..., :start], copy_to_group(y[..., start:stop], self.tp), y[..., stop:]], dim=-1)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return copy_columns_to_group(super().forward(*args, **kwargs), self.tp, self.columns, self.reduce_dtype)
 
 
 def split_columns(x: Tensor, weight: Shard, dim: int, group: TPGroup) -> Tensor:
@@ -187,14 +217,34 @@ def split_columns(x: Tensor, weight: Shard, dim: int, group: TPGroup) -> Tensor:
 
 
 def prepare(module: Any, group: TPGroup, shards: dict[str, Shard], name: str, reduce_dtype: torch.dtype | None = None) -> None:
-    """Set what a linear's sharded forward reads; its class must be a layer's already, its data may come later."""
+    """Set what a linear's sharded forward reads; its class must be a layer's already, its data may come later.
+
+    Raises:
+        PlanError: ranks hold copies of a linear's inputs, which would be counted twice.
+    """
     module.tp, module.shards, module.full_name = group, shards, name
     if issubclass(type(module), ParallelLinear):
         module.run = select(Problem(module.op, group.device.type, module.weight.dtype))
+        copied = {key: shard for key, shard in shards.items() if shard.copied is not None}
+        if copied and module.cut_dim == module.in_dim:
+            raise PlanError(f"{name}: several ranks hold the same inputs of this linear, so their products would be added twice")
+        if copied:
+            module.run = partial(run_with_copies, module.run, group, copied)
         module.reduce_dtype = reduce_dtype
         if hasattr(module, "gather_output"):
             module.siblings = SiblingInput(group, 1, reduce_dtype)
         set_linear_sizes(module, shards["weight"].local_shape(group.tp_rank))
+
+
+def run_with_copies(
+    run: Callable[..., Tensor], group: TPGroup, copied: dict[str, Shard], x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`run(x, weight, bias)`, where the gradient of what several ranks hold is summed over its holders."""
+    if "weight" in copied and weight.requires_grad:
+        weight = sum_copies(weight, group, copied["weight"])
+    if bias is not None and "bias" in copied and bias.requires_grad:
+        bias = sum_copies(bias, group, copied["bias"])
+    return run(x, weight, bias)
 
 
 def set_linear_sizes(module: Any, shape: tuple[int, ...]) -> None:
@@ -219,10 +269,10 @@ def layer_class(module: nn.Module, row: bool) -> type[ParallelLinear]:
 
 
 def rewrite_linear(
-    module: nn.Module, row: bool, group: TPGroup, shards: dict[str, Shard], name: str, dtype: torch.dtype | None
+    module: nn.Module, layer: type[ParallelLinear], group: TPGroup, shards: dict[str, Shard], name: str, dtype: torch.dtype | None
 ) -> None:
-    """Turn `module` into its column or row layer in place; the data of its Parameters is cut elsewhere."""
-    insert_class(module, layer_class(module, row))
+    """Turn `module` into `layer` in place; the data of its Parameters is cut elsewhere."""
+    insert_class(module, layer)
     prepare(module, group, shards, name, dtype)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import autotp
 from autotp.errors import PlanError
-from autotp.inject.plan import ModulePlan, Plan, fold_name
+from autotp.inject.plan import InputPlan, ModulePlan, NormPlan, Plan, fold_name
 from tests.models import tiny, tiny_config
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gpt_neox", "phi3"]
@@ -43,11 +43,16 @@ def test_json_keeps_every_field():
         (3, 3),
         "a.0:q",
         ("scale",),
-        (1, 4),
-        {"heads": (2, 3)},
+        ((1, 4), (6, 7)),
+        {"heads": (2, 3), "config.sizes": ([1, 2], (3, 4))},
         "float32",
         "caller",
         "why",
+        once=("bias",),
+        inputs=(InputPlan("alibi", 2, True, 0, 4, (((0, 2, 2, 1),), ((2, 2, 2, 1),))), InputPlan("mask", None, False)),
+        outputs=(0, 2),
+        norm=NormPlan("rms", 1e-6, 6),
+        forward="attention",
     )
     for part in dataclasses.fields(ModulePlan):  # nothing above is a default, so nothing is compared in vain
         default = part.default if part.default is not dataclasses.MISSING else None

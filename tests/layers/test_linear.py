@@ -231,12 +231,12 @@ def check_subclasses(group):
     module = Halved(8, 6)
     expected = module(x)
     shards = LinearLayer.shards_of(autotp.Shard.even((6, 8), 0, tp.tp_size), True)
-    rewrite_linear(module, False, tp, shards, "probe", None)
+    rewrite_linear(module, LinearLayer, tp, shards, "probe", None)
     module._tp_partition()
     torch.testing.assert_close(module(x), expected[:, shards["weight"].cuts[0].indices(tp.tp_rank)])
     module = Replaced(8, 6)
     with pytest.raises(PlanError, match="Replaced has a forward of its own"):
-        rewrite_linear(module, False, tp, shards, "probe", None)
+        rewrite_linear(module, LinearLayer, tp, shards, "probe", None)
     assert type(module) is Replaced and "tp" not in module.__dict__
 
 

@@ -1,0 +1,123 @@
+"""Norms over a width that is dealt to the ranks: the statistics are sums over all of them.
+
+Only the sums are communicated, one number a row (two for a layernorm). Backward needs sums of its own, since every column's
+gradient depends on the whole row's statistic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..comm import TPGroup, sum_copies
+from ..errors import PlanError
+from ..shard import Shard
+from .base import TensorParallel_Layer, insert_class
+
+KINDS = ("rms", "rms1p", "layernorm")
+
+
+class _NormOverGroup(torch.autograd.Function):
+    """`x_local` `[..., N/T]` normalised over the whole width N, in float32 (float64 for float64 input); no weight yet.
+
+    With h holders of a column, s the sum over the ranks of what each holds, and g the gradient of the result y:
+    forward `m = s(x / h) / N` (layernorm; else 0), `r = rsqrt(s((x - m)^2 / h) / N + eps)`, `y = (x - m) * r`.
+    dgrad `dx = r * (g - (s(g) / N + y * s(g * y) / N) / h)`, the first term for layernorm alone: each holder's g is its part.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: TPGroup, width: int, eps: float, centred: bool, holders: Tensor | None) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if centred:
+            wide = wide - group.all_reduce_owned(_share(wide, holders).sum(-1, keepdim=True)) / width
+        square = _share(wide.square(), holders).sum(-1, keepdim=True)
+        scale = torch.rsqrt(group.all_reduce_owned(square) / width + eps)
+        y = wide * scale
+        ctx.save_for_backward(y, scale, holders)
+        ctx.group, ctx.width, ctx.centred, ctx.dtype = group, width, centred, x.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        y, scale, holders = ctx.saved_tensors
+        sums = (grad * y).sum(-1, keepdim=True)
+        if ctx.centred:
+            sums = torch.cat([sums, grad.sum(-1, keepdim=True)], -1)
+        means = ctx.group.all_reduce_owned(sums) / ctx.width
+        shared = y * means[..., :1] + means[..., 1:] if ctx.centred else y * means
+        return ((grad - _share(shared, holders)) * scale).to(ctx.dtype), None, None, None, None, None
+
+
+def _share(x: Tensor, holders: Tensor | None) -> Tensor:
+    return x if holders is None else x / holders
+
+
+class DistributedNorm(TensorParallel_Layer):
+    """A norm whose columns are dealt to the ranks; its forward stands for the module's own.
+
+    | tensor | shape on rank r |
+    |---|---|
+    | x, y | `[..., N_r]` |
+    | weight, bias | `[N_r]`, or None |
+
+    forward: `y = normalise(x) * weight (1 + weight for "rms1p") + bias`, rounded once to x's dtype.
+
+    Attributes:
+        kind: "rms", "rms1p" or "layernorm"; eps, width: as the plan has them.
+        holders: how many ranks hold each of this rank's columns, `[N_r]`, or None where all are held once.
+        copied: names of parameters with copies, whose gradient is summed over their holders.
+    """
+
+    kind: str
+    eps: float
+    width: int
+    holders: Tensor | None
+    copied: tuple[str, ...]
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = self.kind == "layernorm"
+        y = _NormOverGroup.apply(x, self.tp, self.width, self.eps, centred, self.holders)
+        weight, bias = self._read("weight"), self._read("bias")
+        if weight is not None:
+            y = y * (weight.to(y.dtype) + 1 if self.kind == "rms1p" else weight.to(y.dtype))
+        if bias is not None:
+            y = y + bias.to(y.dtype)
+        return y.to(x.dtype)
+
+    def _read(self, name: str) -> Tensor | None:
+        parameter = self._parameters.get(name)
+        return sum_copies(parameter, self.tp, self.shards[name]) if name in self.copied and parameter is not None else parameter
+
+
+def install_norm(module: Any, group: TPGroup, shards: dict[str, Shard], name: str, kind: str, eps: float, width: int) -> None:
+    """Make `module` a DistributedNorm in place.
+
+    Raises:
+        PlanError: an unknown kind, or parameters that are not dealt as one dimension of `width` columns.
+    """
+    own = {key for key, value in module._parameters.items() if value is not None}
+    if kind not in KINDS:
+        raise PlanError(f"{name}: norm kind {kind!r} is none of {', '.join(KINDS)}")
+    if not shards or own != set(shards) or own - {"weight", "bias"} or {s.shape for s in shards.values()} != {(width,)}:
+        have = {key: tuple(value.shape) for key, value in module._parameters.items() if value is not None}
+        raise PlanError(
+            f"{name} ({type(module).__name__}): a norm over {width} dealt columns needs a weight, and a bias or none, of {width} "
+            f"elements, both in the plan; it has {have}, and the plan deals {sorted(shards)}"
+        )
+    insert_class(module, DistributedNorm)
+    module.tp, module.shards, module.full_name = group, shards, name
+    module.kind, module.eps, module.width = kind, eps, width
+    shard = next(iter(shards.values()))
+    module.copied = tuple(key for key, each in shards.items() if each.copied is not None)
+    module.holders = count_holders(shard, group) if shard.copied is not None else None
+
+
+def count_holders(shard: Shard, group: TPGroup) -> Tensor:
+    """How many ranks hold each of this rank's indices of a one-dimensional `shard`: float32 `[N_r]`, on the group's device."""
+    (cut,) = shard.cuts
+    counts = torch.stack([cut.mask(rank, shard.shape[0]) for rank in range(shard.tp_size)]).sum(0)
+    return counts[cut.indices(group.tp_rank)].to(group.device, torch.float32)

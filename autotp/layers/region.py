@@ -1,0 +1,198 @@
+"""What happens where a module is entered, where it reads its parameters, and where its output leaves.
+
+A module that itself is left as it is may stand at the border of sharded computation: an argument enters it, its output is a
+partial sum (stacked experts), or it reads a parameter of which each rank sees only part of the work. All of that is part of
+autograd, at the module's own forward: no hook on a Parameter or a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import TPGroup, copy_to_group, keep_on_first, reduce_from_group, sum_copies
+from ..errors import PlanError
+from ..shard import Run, Shard, take_runs
+from .base import TensorParallel_Layer, insert_class
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is done to one argument of a forward, on this rank.
+
+    Attributes:
+        argument: parameter name; position: its place when passed positionally, None if it never is.
+        sums: sum its gradient over the ranks.
+        dim: dimension of which this rank takes the indices `runs` of each `period`; None to take all.
+    """
+
+    argument: str
+    position: int | None
+    sums: bool
+    dim: int | None = None
+    period: int = 0
+    runs: tuple[Run, ...] = ()
+
+
+class RegionModule(TensorParallel_Layer):
+    """A module with sharded computation inside, mixed in front of its own class.
+
+    | what | forward | backward |
+    |---|---|---|
+    | `summed` parameter | identity | all-reduce: each rank saw part of the work |
+    | `once` parameter | zeros but on rank 0 | rank 0's, on every rank |
+    | `copied` parameter | identity | sum over the holders of each index |
+    | `entries`: argument | identity, then this rank's part | all-reduce of the part, put in its place |
+    | `outputs` | all-reduce | identity |
+
+    `_parameters` is swapped for the length of the forward, so whatever reads a parameter by name finds what autograd must see.
+
+    Attributes:
+        summed, once, copied: parameter names; entries: arguments that enter; outputs: indices of outputs that are partial.
+        reduce_dtype: dtype in which activations are summed; None for their own.
+    """
+
+    summed: tuple[str, ...] = ()
+    once: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+    entries: tuple[Entry, ...] = ()
+    outputs: tuple[int, ...] = ()
+    reduce_dtype: torch.dtype | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for entry in self.entries:
+            args = enter_argument(self, entry, args, kwargs)
+        if self.once or (torch.is_grad_enabled() and (self.summed or self.copied)):
+            own = self._parameters
+            self.__dict__["_parameters"] = read_parameters(self)
+            try:
+                output = super().forward(*args, **kwargs)
+            finally:
+                self.__dict__["_parameters"] = own
+        else:
+            output = super().forward(*args, **kwargs)
+        return reduce_outputs(self, output) if self.outputs else output
+
+
+def read_parameters(module: RegionModule) -> dict[str, Any]:
+    """The module's parameters as its forward reads them."""
+    own, tp = module._parameters, module.tp
+    read: dict[str, Any] = dict(own)
+    for name in module.once:
+        if (parameter := own[name]) is not None:
+            read[name] = keep_on_first(parameter, tp)
+    if torch.is_grad_enabled():
+        for name in module.summed:
+            if (parameter := own[name]) is not None and parameter.requires_grad:
+                read[name] = copy_to_group(parameter, tp, torch.promote_types(parameter.dtype, torch.float32))
+        for name in module.copied:
+            if (parameter := own[name]) is not None and parameter.requires_grad:
+                read[name] = sum_copies(parameter, tp, module.shards[name])
+    return read
+
+
+def enter_argument(module: RegionModule, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """`args` with one argument entered; one passed by keyword is replaced in `kwargs`, one not given is left alone."""
+    if entry.argument in kwargs:
+        kwargs[entry.argument] = enter_value(module, entry, kwargs[entry.argument])
+    elif entry.position is not None and entry.position < len(args):
+        value = enter_value(module, entry, args[entry.position])
+        return (*args[: entry.position], value, *args[entry.position + 1 :])
+    return args
+
+
+def enter_value(module: RegionModule, entry: Entry, value: Any) -> Any:
+    """`value`, its gradient summed and this rank's part taken, as `entry` says; each tensor of a tuple or list alike.
+
+    Raises:
+        PlanError: there is no part to take of it.
+    """
+    if isinstance(value, Tensor):
+        if entry.sums and value.requires_grad and torch.is_grad_enabled():
+            value = copy_to_group(value, module.tp, module.reduce_dtype)
+        return value if entry.dim is None else take_part_of(value, entry, module)
+    if type(value) in (tuple, list):
+        return type(value)(enter_value(module, entry, each) for each in value)
+    if value is not None and entry.dim is not None:
+        raise PlanError(
+            f"{module.full_name}: the plan takes each rank's part of argument '{entry.argument}', which is a "
+            f"{type(value).__name__} and no tensor: leave that module whole"
+        )
+    return value
+
+
+def take_part_of(x: Tensor, entry: Entry, module: RegionModule) -> Tensor:
+    """This rank's indices of each period of `x` along `entry.dim`; a dimension of 1 broadcasts and is left alone.
+
+    Raises:
+        PlanError: the dimension is no multiple of the period.
+    """
+    dim, period = (entry.dim or 0) % max(1, x.ndim), entry.period
+    size = x.shape[dim] if x.ndim else 0
+    if size == period:
+        return take_runs(x, dim, entry.runs)
+    if size == 1:
+        return x
+    if size == 0 or size % period:
+        raise PlanError(
+            f"{module.full_name}: argument '{entry.argument}' has shape {tuple(x.shape)}, but the plan deals dim {entry.dim} in "
+            f"periods of {period}: make the plan again with inputs= like these, or leave that module whole"
+        )
+    return take_runs(x.unflatten(dim, (-1, period)), dim + 1, entry.runs).flatten(dim, dim + 1)
+
+
+def reduce_outputs(module: RegionModule, output: Any) -> Any:
+    """`output` with its partial sums added up over the ranks; an output that is None is left alone.
+
+    Raises:
+        PlanError: there is no such output.
+    """
+    tp, dtype = module.tp, module.reduce_dtype
+    if isinstance(output, Tensor) and module.outputs == (0,):
+        return reduce_from_group(output, tp, dtype)
+    is_dict = isinstance(output, dict)
+    keys: Sequence[Any] = list(output) if is_dict else range(len(output)) if isinstance(output, tuple | list) else ()
+    if not keys or max(module.outputs) >= len(keys):
+        raise PlanError(
+            f"{module.full_name}: the plan reduces output(s) {list(module.outputs)}, but forward returned a "
+            f"{type(output).__name__} of {len(keys)}: make the plan again with inputs= like these"
+        )
+    values: Any = output if is_dict else list(output)
+    for index in module.outputs:
+        value = values[keys[index]]
+        if value is not None:
+            values[keys[index]] = reduce_from_group(value, tp, dtype)
+    if isinstance(output, tuple):
+        return type(output)(*values) if hasattr(output, "_fields") else tuple(values)
+    return values
+
+
+def install_region(
+    module: Any,
+    group: TPGroup,
+    shards: dict[str, Shard],
+    name: str,
+    *,
+    summed: tuple[str, ...] = (),
+    once: tuple[str, ...] = (),
+    copied: tuple[str, ...] = (),
+    entries: tuple[Entry, ...] = (),
+    outputs: tuple[int, ...] = (),
+    reduce_dtype: torch.dtype | None = None,
+) -> None:
+    """Make `module` a RegionModule in place; it may be a layer of another kind already.
+
+    Raises:
+        PlanError: it has no such parameter.
+    """
+    for key in (*summed, *once, *copied):
+        if key not in module._parameters:
+            raise PlanError(f"{name} ({type(module).__name__}) has no parameter '{key}' of its own: {list(module._parameters)}")
+    insert_class(module, RegionModule)
+    module.tp, module.shards, module.full_name = group, shards, name
+    module.summed, module.once, module.copied = summed, once, copied
+    module.entries, module.outputs, module.reduce_dtype = entries, outputs, reduce_dtype
