@@ -39,24 +39,24 @@ class ShapeGroup(TPGroup):
 
 
 def check_shapes(model: nn.Module, plan: Plan, rewrite: Callable[[nn.Module, Plan, TPGroup], None]) -> None:
-    """Run the first and the last rank's shapes through the forward, if the unsharded model runs on meta at all.
+    """Rewrite a copy of the first and the last rank's shapes, and run them if the unsharded model runs on meta at all.
 
     Args:
         rewrite: swaps the modules' forwards, given model, plan and group.
 
     Raises:
-        PlanError: the sharded forward fails where the unsharded one runs, or gives logits of another shape.
+        PlanError: a module is not what its plan needs, or the sharded forward fails where the unsharded one runs, or gives
+            logits of another shape.
     """
-    if plan.tp_size == 1 or not hasattr(model, "config") or not plan.modules:
+    if not plan.modules:
         return
-    try:
-        expected = _run(_shadow(model, {}, 0))
-    except Exception:  # a forward that can't run on meta can't be checked this way
-        return
+    expected = _try_run(model) if plan.tp_size > 1 and hasattr(model, "config") else None
     for rank in sorted({0, plan.tp_size - 1}):
         shadow = _shadow(model, plan.shards, rank)
+        rewrite(shadow, plan, ShapeGroup(rank, plan.tp_size))
+        if expected is None:
+            continue
         try:
-            rewrite(shadow, plan, ShapeGroup(rank, plan.tp_size))
             shape = _run(shadow)
         except PlanError:
             raise
@@ -67,6 +67,14 @@ def check_shapes(model: nn.Module, plan: Plan, rewrite: Callable[[nn.Module, Pla
             ) from error
         if shape != expected:
             raise PlanError(f"the plan changes the output's shape from {expected} to {shape} on rank {rank} of {plan.tp_size}")
+
+
+def _try_run(model: nn.Module) -> tuple[int, ...] | None:
+    """The shape that the unsharded model gives, or None: a forward that can't run on meta can't be checked this way."""
+    try:
+        return _run(_shadow(model, {}, 0))
+    except Exception:
+        return None
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ from ..layers.linear import (
     rewrite_linear,
     set_linear_sizes,
 )
-from ..layers.norm import DistributedNorm, install_norm
+from ..layers.norm import install_norm
 from ..layers.region import Entry, install_region
 from ..layers.siblings import SiblingInput
 from . import plan as styles
@@ -163,7 +163,7 @@ def rewrite_matmul(module: Any, entry: ModulePlan, group: TPGroup, shared: Mappi
 
 def find_copied(module: nn.Module, entry: ModulePlan) -> tuple[str, ...]:
     """Names of parameters with copies whose gradient the module's own layer does not sum."""
-    if isinstance(module, ParallelLinear | DistributedNorm):
+    if isinstance(module, ParallelLinear):
         return ()
     return tuple(name for name, shard in entry.shards.items() if name in module._parameters and shard.copied is not None)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..comm import TPGroup, sum_copies
+from ..comm import TPGroup
 from ..errors import PlanError
 from ..shard import Shard
 from .base import TensorParallel_Layer, insert_class
@@ -68,29 +68,24 @@ class DistributedNorm(TensorParallel_Layer):
 
     Attributes:
         kind: "rms", "rms1p" or "layernorm"; eps, width: as the plan has them.
-        holders: how many ranks hold each of this rank's columns, `[N_r]`, or None where all are held once.
-        copied: names of parameters with copies, whose gradient is summed over their holders.
+        holders: how many ranks hold each of this rank's columns, `[N_r]`, or None where all are held once; the gradient of
+            parameters with copies is summed over their holders by a RegionModule in front.
     """
 
     kind: str
     eps: float
     width: int
     holders: Tensor | None
-    copied: tuple[str, ...]
 
     def forward(self, x: Tensor) -> Tensor:
         centred = self.kind == "layernorm"
         y = _NormOverGroup.apply(x, self.tp, self.width, self.eps, centred, self.holders)
-        weight, bias = self._read("weight"), self._read("bias")
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         if weight is not None:
             y = y * (weight.to(y.dtype) + 1 if self.kind == "rms1p" else weight.to(y.dtype))
         if bias is not None:
             y = y + bias.to(y.dtype)
         return y.to(x.dtype)
-
-    def _read(self, name: str) -> Tensor | None:
-        parameter = self._parameters.get(name)
-        return sum_copies(parameter, self.tp, self.shards[name]) if name in self.copied and parameter is not None else parameter
 
 
 def install_norm(module: Any, group: TPGroup, shards: dict[str, Shard], name: str, kind: str, eps: float, width: int) -> None:
@@ -112,7 +107,6 @@ def install_norm(module: Any, group: TPGroup, shards: dict[str, Shard], name: st
     module.tp, module.shards, module.full_name = group, shards, name
     module.kind, module.eps, module.width = kind, eps, width
     shard = next(iter(shards.values()))
-    module.copied = tuple(key for key, each in shards.items() if each.copied is not None)
     module.holders = count_holders(shard, group) if shard.copied is not None else None
 
 
