@@ -58,18 +58,26 @@ def check_memory(plan: Plan, group: TPGroup, model: nn.Module) -> None:
         )
 
 
-def check_agreement(group: TPGroup, plan: Plan, weights: str) -> None:
-    """Raise on every rank if library versions, plans or weights differ between ranks.
+def check_agreement(group: TPGroup, weights: str) -> None:
+    """Raise on every rank if library versions or weights differ between ranks.
 
     Raises:
         AutoTPError: naming what differs and on which ranks.
     """
-    versions = read_versions()
-    notes = group.gather_objects({"library versions": versions, "plans": plan.digest(), "weights": weights})
+    check_alike(group, {"library versions": read_versions(), "weights": weights})
+
+
+def check_alike(group: TPGroup, note: dict[str, Any]) -> None:
+    """Raise on every rank if what `note` holds differs between ranks.
+
+    Raises:
+        AutoTPError: naming what differs and on which ranks.
+    """
+    notes = group.gather_objects(note)
     for what, first in notes[0].items():
         others = [rank for rank, note in enumerate(notes) if note[what] != first]
         if others:
-            detail = f": rank 0 has {first}, rank {others[0]} {notes[others[0]][what]}" if what == "library versions" else ""
+            detail = f": rank 0 has {first}, rank {others[0]} {notes[others[0]][what]}" if what != "weights" else ""
             hint = "Load the same checkpoint, or seed every rank alike" if what == "weights" else "Give all ranks the same"
             raise AutoTPError(f"TP rank(s) {others} have other {what} than rank 0{detail}. {hint}.")
 

@@ -25,7 +25,7 @@ def plan_edges(
     for name, spec in specs.items():
         if spec["style"] in styles.EMBEDDING_STYLES and isinstance(model.get_submodule(name), nn.Embedding):
             edges[name] = _plan_embedding(model.get_submodule(name), name, spec["style"], tp_size, source)
-    wanted = source == "hf" or any(names.get(m) in specs for m in (embedding, output) if m is not None)
+    wanted = source in ("hf", "discovered") or any(names.get(m) in specs for m in (embedding, output) if m is not None)
     tied = embedding is not None and output is not None and embedding.weight is output.weight
     name_in, name_out = names.get(embedding), names.get(output)
     for name in (name_in, name_out):
@@ -39,7 +39,7 @@ def plan_edges(
             return edges, None
     if not wanted:
         return edges, None
-    asked = source == "hf" or tied
+    asked = source in ("hf", "discovered") or tied
     if embedding is not None and name_in and name_in not in edges and (asked or name_in in specs):
         edges[name_in] = _plan_embedding(embedding, name_in, "embedding_rowwise", tp_size, source)
     if head == "whole" or output is None or not name_out or not (asked or name_out in specs):
@@ -70,6 +70,12 @@ def _embeddings(model: nn.Module) -> tuple[Any, Any]:
 
     embedding, output = ask("get_input_embeddings"), ask("get_output_embeddings")
     return embedding if isinstance(embedding, nn.Embedding) else None, output if isinstance(output, nn.Module) else None
+
+
+def edge_parameters(model: nn.Module) -> set[str]:
+    """Names of the Parameters that this rule decides about."""
+    edges = {id(m.weight) for m in _embeddings(model) if isinstance(getattr(m, "weight", None), nn.Parameter)}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in edges}
 
 
 def _plan_embedding(module: Any, name: str, style: str, tp_size: int, source: str) -> ModulePlan:

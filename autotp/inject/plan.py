@@ -174,6 +174,7 @@ class Plan:
         head: name of the output embedding if it is split over the vocabulary; loss: what computes the loss then.
         param_bytes: parameter name -> bytes of the full tensor.
         versions: library versions it was made with.
+        proof: "proved", or why it could not be.
     """
 
     tp_size: int
@@ -186,6 +187,7 @@ class Plan:
     loss: str = ""
     param_bytes: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    proof: str = ""
 
     def __getitem__(self, name: str) -> ModulePlan:
         return self.by_name[name]

@@ -16,11 +16,10 @@ from ..layers.base import check_usable, find_group, index_parameters, mark_broke
 from ..layers.entry import install_entry, remove_entry
 from ..layers.guards import install_guards, mark_model, unmark_model
 from .attributes import restore_attributes
-from .checks import check_agreement, check_memory, check_options, digest_weights, refuse_unbuilt, with_attrs
+from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_unbuilt, with_attrs
 from .load import build_empty, find_checkpoint
 from .plan import Plan
 from .rules import make_plan
-from .shapes import check_shapes
 from .swap import make_plain, rewrite_modules
 
 
@@ -50,7 +49,8 @@ def parallelize(
         head: "auto", or "whole" for losses computed outside the model that read the head's weight.
         attrs: `{module name or pattern: {attribute: one value per rank}}` to be edited beside the plan.
         timeout_s: seconds after which a rank that does not arrive is named.
-        inputs, sequence_parallel, precision: not built yet; anything but the default raises.
+        inputs: example calls for discovery and proof; see `make_plan`.
+        sequence_parallel, precision: not built yet; anything but the default raises.
 
     Returns:
         `model` itself.
@@ -58,7 +58,7 @@ def parallelize(
     Raises:
         AutoTPError: before anything is changed: no group, a plan that does not fit, ranks that differ, an option not built.
     """
-    refuse_unbuilt(inputs=inputs, sequence_parallel=sequence_parallel, precision=precision)
+    refuse_unbuilt(sequence_parallel=sequence_parallel, precision=precision)
     check_options(logits)
     if find_group(model) is not None or "autotp_plan" in model.__dict__:
         raise PlanError(f"this {type(model).__name__} is parallelized already; autotp.unshard(model) makes it plain again")
@@ -68,10 +68,10 @@ def parallelize(
     with group.together("making the plan"):
         if any(p.is_meta for p in model.parameters()):
             raise PlanError("the model has parameters on meta, which hold no weights: use autotp.from_pretrained(path)")
-        made = make_plan(model, group.tp_size, with_attrs(plan, attrs), head)
-        check_shapes(model, made, rewrite_modules)
+    made = plan_together(model, group, with_attrs(plan, attrs), head, inputs)
+    with group.together("checking memory"):
         check_memory(made, group, model)
-    check_agreement(group, made, digest_weights(model))
+    check_agreement(group, digest_weights(model))
     try:
         cut_weights(model, made, group)
         finish_rewrite(model, made, group, logits)
@@ -106,7 +106,7 @@ def from_pretrained(
         CheckpointError: a file is missing, truncated or does not fit the model.
         AutoTPError: as `parallelize`.
     """
-    refuse_unbuilt(inputs=inputs, sequence_parallel=sequence_parallel, precision=precision)
+    refuse_unbuilt(sequence_parallel=sequence_parallel, precision=precision)
     check_options(logits)
     group = resolve_group(group_or_mesh, timeout_s)
     group.arrive("from_pretrained")
@@ -116,9 +116,8 @@ def from_pretrained(
     with source:
         with group.together("making the plan"):
             model = build_empty(directory, source, dtype)
-            made = make_plan(model, group.tp_size, with_attrs(plan, attrs), head)
-            check_shapes(model, made, rewrite_modules)
-        check_agreement(group, made, source.digest())
+        made = plan_together(model, group, with_attrs(plan, attrs), head, inputs)
+        check_agreement(group, source.digest())
         fill_from_source(model, made, source, group)
     finish_rewrite(model, made, group, logits)
     return model.eval()
@@ -148,6 +147,21 @@ def unshard(model: nn.Module) -> nn.Module:
         restore_attributes(module)
     model.__dict__.pop("autotp_plan", None)
     return model
+
+
+def plan_together(model: nn.Module, group: TPGroup, plan: Any, head: str, inputs: Any) -> Plan:
+    """The plan that rank 0 makes and proves, on every rank; all must have asked for the same.
+
+    Raises:
+        AutoTPError: rank 0 could make none, or ranks asked for different ones.
+    """
+    asked = plan.digest() if isinstance(plan, Plan) else repr(plan)
+    check_alike(group, {"plan= arguments": asked, "head= arguments": head})
+    made = None
+    with group.together("making the plan"):
+        if group.tp_rank == 0:
+            made = make_plan(model, group.tp_size, plan, head, inputs).to_json()
+    return Plan.from_json(group.broadcast_object(made))
 
 
 # -- the change ---------------------------------------------------------------------------------------------------------

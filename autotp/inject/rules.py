@@ -16,16 +16,20 @@ from typing import Any
 import accelerate
 import torch
 import transformers
+from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ..errors import PlanError
+from ..errors import PlanError, ProofError
 from ..layers.entry import SHARDED_LOSS, check_logits_path
 from ..version import __version__
 from . import plan as styles
-from .edges import plan_edges
+from .auto import Planner, record_runs
+from .edges import edge_parameters, plan_edges
 from .pairs import pair_regions
-from .plan import ModulePlan, Plan, WholePlan
+from .plan import ModulePlan, Plan, Region, WholePlan
+from .prove import prove
+from .swap import rewrite_modules
 
 Spec = dict[str, Any]
 SPEC_KEYS = {"style", "parts", "unit", "attrs", "reduce_dtype"}
@@ -40,16 +44,16 @@ def make_plan(
     Args:
         model_or_config: the model, or a transformers config (its class is then built on meta).
         tp_size: number of ranks.
-        plan: "auto" or "hf" for the model's own Hugging Face plan; a dict of names or patterns to a style or to
-            `{style, parts, unit, attrs, reduce_dtype}`; or a `Plan`, which is checked against the model.
+        plan: "auto" to find it in the model itself; "hf" for the model's own Hugging Face plan; a dict of names or patterns to
+            a style or to `{style, parts, unit, attrs, reduce_dtype}`; or a `Plan`. Each is proved.
         head: "auto" splits the vocabulary of embedding and head; "whole" leaves the head (and a tied embedding) whole.
-        inputs: example calls, for discovery, which is not built yet.
+        inputs: example calls (keyword arguments of forward, or a list of them) that together run every part to be split;
+            None makes them from the signature and the config of a transformers model.
 
     Raises:
         PlanError: what the plan names does not exist, is half a pair, or can't be dealt to `tp_size` ranks.
+        ProofError: a given plan does not compute what the model does.
     """
-    if inputs is not None:
-        raise PlanError("inputs= is for discovering a plan, which is not built yet: leave it out")
     if not isinstance(tp_size, int) or tp_size < 1:
         raise PlanError(f"tp_size={tp_size!r} is not a number of ranks")
     if head not in ("auto", "whole"):
@@ -57,31 +61,77 @@ def make_plan(
     model = build_on_meta(model_or_config) if isinstance(model_or_config, PreTrainedConfig) else model_or_config
     if isinstance(plan, Plan):
         check_plan(model, plan, tp_size)
-        check_ties(model, plan)
-        return plan
-    own = plan in ("auto", "hf") if isinstance(plan, str) else False
-    if own:
+        made = plan
+    elif plan == "auto" if isinstance(plan, str) else False:
+        return _discover(model, tp_size, head, inputs)
+    elif plan == "hf" if isinstance(plan, str) else False:
         specs = expand_names(model, {key: {"style": style} for key, style in read_hf_plan(model).items()}, source="hf")
+        made = _assemble(model, tp_size, specs, head, source="hf")
     elif isinstance(plan, Mapping):
         specs = expand_names(model, {key: read_spec(key, value) for key, value in plan.items()}, source="caller")
+        made = _assemble(model, tp_size, specs, head, source="caller")
     else:
         raise PlanError(f"plan={plan!r} is not 'auto', 'hf', a dict of names to styles, or a Plan")
-    made = _assemble(model, tp_size, specs, head, source="hf" if own else "caller")
+    check_ties(model, made)
+    return _prove_given(model, made, inputs)
+
+
+def _discover(model: nn.Module, tp_size: int, head: str, inputs: Any) -> Plan:
+    """The plan found in the model itself; nothing in it that is not proved."""
+    reasons: dict[str, str] = {}
+    edges, head_name = plan_edges(model, tp_size, {}, head, "discovered", reasons)
+    order = {name: i for i, name in enumerate(dict(model.named_modules()))}
+
+    def assemble(modules: dict[str, ModulePlan], regions: tuple[Region, ...], why: dict[str, str]) -> Plan:
+        planned = tuple(sorted({**modules, **edges}.values(), key=lambda module: order[module.name]))
+        return _finish(model, tp_size, planned, regions, {**reasons, **why}, head_name)
+
+    if tp_size == 1:
+        return assemble({}, (), {})
+    runs = record_runs(model, inputs)
+    made = Planner(runs, tp_size, edge_parameters(model), assemble, rewrite_modules).plan()
     check_ties(model, made)
     return made
 
 
+def _prove_given(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
+    """`plan`, proved, or marked as not proved where no example call runs.
+
+    Raises:
+        ProofError: it does not compute what the model does.
+    """
+    if plan.tp_size == 1 or not plan.modules:
+        return plan
+    try:
+        runs = record_runs(model, inputs)
+    except PlanError as error:
+        if inputs is not None:
+            raise
+        return replace(plan, proof=f"not proved: {error}")
+    try:
+        prove(runs.shadow, plan, runs.references(), rewrite_modules)
+    except ProofError as error:
+        raise ProofError(
+            f"the plan does not compute what {type(model).__name__} does: {error}. Every linear that meets the split ones must be "
+            f"in the plan (a sibling is missing?), or the attributes of that module edited; plan='auto' finds a plan that fits."
+        ) from error
+    return replace(plan, proof="proved")
+
+
 def build_on_meta(config: PreTrainedConfig) -> nn.Module:
-    """The config's model, all of it on meta: the class it names, or else the causal LM, or else the bare model."""
+    """The config's model, its parameters on meta: the class it names, or else the causal LM, or else the bare model."""
     names = getattr(config, "architectures", None) or []
     cls = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
-    with torch.device("meta"):
+    with init_empty_weights(include_buffers=False):
         if cls is not None:
-            return cls(config)
-        try:
-            return transformers.AutoModelForCausalLM.from_config(config)
-        except ValueError:
-            return transformers.AutoModel.from_config(config)
+            model = cls(config)
+        else:
+            try:
+                model = transformers.AutoModelForCausalLM.from_config(config)
+            except ValueError:
+                model = transformers.AutoModel.from_config(config)
+    model.tie_weights()  # accelerate gives every name a Parameter of its own
+    return model
 
 
 def read_hf_plan(model: nn.Module) -> dict[str, str]:

@@ -121,13 +121,13 @@ def rewrite_module(module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, s
         rewrite_matmul(module, entry, group, shared)
     elif entry.norm is not None:
         install_norm(module, group, shards, name, entry.norm.kind, entry.norm.eps, entry.norm.width)
-    elif entry.columns:
-        insert_class(module, EnteringLinear)
-        prepare(module, group, shards, name)
-        module.columns, module.reduce_dtype = entry.columns, dtype
     elif shards:
         insert_class(module, TensorParallel_Layer)
         prepare(module, group, shards, name)
+    if entry.columns:  # of a linear kept whole, or of a row linear's sum
+        insert_class(module, EnteringLinear)
+        module.tp, module.shards, module.full_name = group, shards, name
+        module.columns, module.reduce_dtype = entry.columns, dtype
     copied = find_copied(module, entry)
     if entry.summed or entry.once or copied or entry.inputs or entry.outputs:
         entries = tuple(

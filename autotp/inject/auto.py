@@ -1,0 +1,193 @@
+"""A plan found in the model itself and proved: record, discover, place, prove; what fails the proof is left whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ..comm import TPGroup
+from ..errors import AutoTPError, PlanError, ProofError
+from .discover import Discovery, class_of
+from .examples import make_examples
+from .placement import Placement
+from .plan import ModulePlan, Plan, Region
+from .prove import Reference, make_reference, prove
+from .record import Record, Recorder, Shadow
+from .regions import FoundRegion
+from .search import Search
+
+SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: no plan may hold for one shape alone
+
+Assemble = Callable[[dict[str, ModulePlan], tuple[Region, ...], dict[str, str]], Plan]
+Rewrite = Callable[[nn.Module, Plan, TPGroup], None]
+
+
+@dataclass
+class Runs:
+    """A model's example calls, recorded on its shadow."""
+
+    shadow: Shadow
+    calls: list[dict[str, Any]]
+    records: list[Record]
+
+    def references(self) -> list[Reference]:
+        """The recorded calls with cotangents pulled back, for the proof."""
+        return [make_reference(self.shadow, c, r, i) for i, (c, r) in enumerate(zip(self.calls, self.records, strict=True))]
+
+
+def record_runs(model: nn.Module, inputs: Any = None) -> Runs:
+    """Record the example calls `inputs` (a call's keyword arguments, or a list of them), or calls made from the signature.
+
+    Raises:
+        PlanError: no call runs.
+    """
+    try:
+        return _record_runs(Shadow(model), model, inputs)
+    except AutoTPError:
+        raise
+    except RuntimeError as error:  # a buffer that is written in place can't take a gradient
+        if "requires grad" not in str(error):
+            raise
+    return _record_runs(Shadow(model, buffers_need_grad=False), model, inputs)
+
+
+def _record_runs(shadow: Shadow, model: nn.Module, inputs: Any) -> Runs:
+    calls: list[dict[str, Any]] = []
+    records: list[Record] = []
+
+    def run(call: dict[str, Any]) -> None:
+        recorder = Recorder(shadow, len(records))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            recorder.run(call)
+        if not recorder.record.sites:
+            raise PlanError("no linear map of a Parameter was seen")
+        calls.append(call)
+        records.append(recorder.record)
+
+    if inputs is not None:
+        for call in [inputs] if isinstance(inputs, dict) else inputs:
+            run(dict(call))
+    else:
+        for seed, (batch, length) in enumerate(SHAPES):
+            make_examples(model, batch, length, seed, run)
+    return Runs(shadow, calls, records)
+
+
+def more_records(runs: Runs, draws: int = 4) -> list[Record]:
+    """The same calls with other random values: what was zero by chance (a dead ReLU, a sparse gate) is not zero again."""
+    records = []
+    for draw in range(draws):
+        for number, call in enumerate(runs.calls):
+            recorder = Recorder(runs.shadow, 1000 + draw * len(runs.calls) + number)
+            recorder.run(call)
+            records.append(recorder.record)
+    return records
+
+
+class Planner:
+    """Puts regions together into a plan and proves it; a region that does not run gets attribute edits, or is left out."""
+
+    def __init__(self, runs: Runs, tp_size: int, blocked: set[str], assemble: Assemble, rewrite: Rewrite) -> None:
+        self.discovery = Discovery(runs.shadow, runs.records, tp_size, blocked)
+        self.placement = Placement(self.discovery.tables, tp_size)
+        self.tp_size, self.blocked = tp_size, blocked
+        self.runs, self.assemble, self.rewrite = runs, assemble, rewrite
+        self.references = runs.references()
+        self.reasons: dict[str, str] = {}
+        self.edits: dict[str, dict[str, tuple[Any, ...]]] = {}  # module -> attribute -> values
+
+    def plan(self) -> Plan:
+        """The plan of all regions that prove."""
+        self.discovery.choose()
+        if any(refusal.reason == "dead columns" for refusal in self.discovery.refused.values()):
+            self.discovery = Discovery(self.runs.shadow, [*self.runs.records, *more_records(self.runs)], self.tp_size, self.blocked)
+            self.placement = Placement(self.discovery.tables, self.tp_size)
+            self.discovery.choose()
+        kept = self._prove_all()
+        for seed, refusal in self.discovery.refused.items():
+            self.reasons.setdefault(seed[0], str(refusal))
+        for region in self.discovery.skipped:
+            for key in region.sites:
+                self.reasons.setdefault(key[0], "too small a region to be worth an all-reduce")
+        return replace(self.build(kept), proof="proved")
+
+    def build(self, regions: Sequence[FoundRegion]) -> Plan:
+        """The plan of `regions`, not proved yet.
+
+        Raises:
+            PlanError: no plan can say it.
+        """
+        modules, listed = self.placement.place(regions)
+        for name, attrs in self.edits.items():
+            if name in self._scopes(regions):
+                base = modules.get(name, ModulePlan(name, "local_params", source="discovered"))
+                modules[name] = replace(base, attrs=attrs)
+        return self.assemble(modules, listed, self.reasons)
+
+    def _scopes(self, regions: Sequence[FoundRegion]) -> set[str]:
+        found: set[str] = set()
+        for region in regions:
+            scope = self.placement.scope(region)
+            found |= {name for name in self.placement.modules if name == scope or name.startswith(f"{scope}.") or not scope}
+        return found
+
+    def attempt(self, regions: Sequence[FoundRegion]) -> None:
+        """Build and prove.
+
+        Raises:
+            PlanError, ProofError: why not.
+        """
+        plan = self.build(regions)
+        prove(self.runs.shadow, plan, self.references, self.rewrite)
+
+    def _prove_all(self) -> list[FoundRegion]:
+        """All regions together if they prove; otherwise one class of them after the other, what fails being left out."""
+        try:
+            self.attempt(self.discovery.regions)
+            return self.discovery.regions
+        except (ProofError, PlanError):
+            pass
+        kept: list[FoundRegion] = []
+        self.attempt(kept)
+        classes: dict[Any, list[FoundRegion]] = {}
+        for region in self.discovery.regions:
+            classes.setdefault(class_of(self.discovery.tables, next(iter(region.rows))), []).append(region)
+        queue = list(classes.values())
+        while queue:
+            regions = queue.pop(0)
+            try:
+                self._prove_class(kept, regions)
+                kept += regions
+            except (ProofError, PlanError) as error:
+                if len(regions) > 1:  # layers of one name that do different things
+                    queue = [[region] for region in regions] + queue
+                    continue
+                for key in regions[0].sites:
+                    self.reasons[key[0]] = f"not proved: {error}"
+        return kept
+
+    def _prove_class(self, kept: list[FoundRegion], regions: list[FoundRegion]) -> None:
+        """`regions`, alike but for their layers, proved on top of `kept`; with attribute edits if that is what it takes."""
+        try:
+            self.attempt([*kept, *regions])
+            return
+        except ProofError:
+            found = Search(self.placement, regions[0], self.build(regions[:1]), self.references, self.rewrite).run()
+            if not found:
+                raise
+        before = dict(self.edits)
+        first = self.placement.scope(regions[0])
+        for region in regions:
+            scope = self.placement.scope(region)
+            for (name, key), values in found.items():
+                self.edits.setdefault(scope + name[len(first) :], {})[key] = values
+        try:
+            self.attempt([*kept, *regions])
+        except (ProofError, PlanError):
+            self.edits = before
+            raise

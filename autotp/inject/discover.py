@@ -1,0 +1,132 @@
+"""Chooses, among all regions that a model's dependence tables allow, the ones worth splitting, each site in one role."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .plan import fold_name
+from .record import Record, Shadow, SiteKey
+from .regions import FoundRegion, Refusal, find_region
+from .tables import Tables
+
+WORTH = 0.25  # parameters of a region, at least, for each pair of the numbers that its all-reduces move a token
+
+
+class Discovery:
+    """Regions of one model over `tp_size` ranks.
+
+    Attributes:
+        regions: the chosen ones; refused: seed -> why it has none; skipped: regions that are not worth an all-reduce.
+    """
+
+    def __init__(self, shadow: Shadow, records: Sequence[Record], tp_size: int, blocked: set[str]) -> None:
+        self.tables = Tables(shadow, records)
+        self.tp_size = tp_size
+        self.blocked = {key for key in self.tables.sites if key[0] in blocked}
+        self.regions: list[FoundRegion] = []
+        self.refused: dict[SiteKey, Refusal] = {}
+        self.skipped: list[FoundRegion] = []
+        self.banned: set[SiteKey] = set()
+
+    def choose(self) -> list[FoundRegion]:
+        """Take regions greedily, largest first; each choice frees no site and may shrink the others."""
+        tables = self.tables
+        seeds = [k for k, s in tables.sites.items() if s.in_dims and k not in self.blocked | self.banned and tables.is_structured(k)]
+        taken: set[SiteKey] = set(self.banned)
+        for region in self.regions:
+            taken |= region.sites
+        pending = [s for s in seeds if s not in taken]
+        found: dict[SiteKey, FoundRegion] = {}
+        while pending:
+            for seed in pending:
+                if seed not in found or found[seed].sites & taken:
+                    found.pop(seed, None)
+                    self._try_seed(seed, taken, found)
+            pending = [s for s in pending if s in found]
+            if not pending:
+                break
+            best = max(pending, key=lambda s: self.weigh(found[s]))
+            region = found[best]
+            taken |= region.sites
+            (self.regions if self.is_worth(region) else self.skipped).append(region)
+            pending = [s for s in pending if s not in taken]
+        return self.regions
+
+    def _try_seed(self, seed: SiteKey, taken: set[SiteKey], found: dict[SiteKey, FoundRegion]) -> None:
+        alike = next((f for f in found if class_of(self.tables, f) == class_of(self.tables, seed)), None)
+        if alike is not None:
+            moved = translate(self.tables, found[alike], alike, seed)
+            if moved is not None and not moved.sites & taken:
+                found[seed] = moved
+                return
+        try:
+            found[seed] = find_region(self.tables, seed, self.tp_size, taken, self.blocked)
+            self.refused.pop(seed, None)
+        except Refusal as refusal:
+            self.refused[seed] = refusal
+
+    def weigh(self, region: FoundRegion) -> int:
+        """Number of parameters that the region splits."""
+        total = 0
+        for key in region.sites:
+            size = 1
+            for n in self.tables.sites[key].shape:
+                size *= n
+            total += size
+        return total
+
+    def is_worth(self, region: FoundRegion) -> bool:
+        """False for a low-rank pair or a gate: too few parameters for the all-reduce that it would cost."""
+        moved = sum(self.tables.sites[row].out_size for row in region.rows)
+        return self.weigh(region) >= WORTH * moved * moved
+
+
+def class_of(tables: Tables, key: SiteKey) -> tuple:
+    """Sites of one class differ in their layer numbers alone."""
+    site = tables.sites[key]
+    return fold_name(key[0]), key[1], site.shape
+
+
+def translate(tables: Tables, region: FoundRegion, seed: SiteKey, other: SiteKey) -> FoundRegion | None:
+    """`region`, found around `seed`, moved to `other`, a site of the same class; None if the sites there connect otherwise."""
+    old, new = seed[0].split("."), other[0].split(".")
+    places = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+
+    def move(key: SiteKey) -> SiteKey:
+        parts = key[0].split(".")
+        for i in places:
+            if parts[: i + 1] == old[: i + 1]:
+                parts = [*new[: i + 1], *parts[i + 1 :]]
+        return ".".join(parts), key[1]
+
+    moved = FoundRegion(
+        {move(k): v for k, v in region.rows.items()}, {move(k): v for k, v in region.cols.items()}, {}, region.units, region.notes
+    )
+    if len(moved.sites) != len(region.sites):
+        return None
+    for before, after in [(region.rows, moved.rows), (region.cols, moved.cols)]:
+        for a, b in zip(before, after, strict=True):
+            if b not in tables.sites or tables.sites[b].shape != tables.sites[a].shape:
+                return None
+    for row in moved.rows:
+        if not tables.is_structured(row):
+            return None
+    for before, after in zip(region.cols, moved.cols, strict=True):
+        if {move(c) for c in tables.consumers[before]} != set(tables.consumers[after]) or after in tables.outputs:
+            return None
+        if any(tables.reach(r).get(after) is None for r in tables.consumers[after]):
+            return None
+    for row in moved.rows:
+        for key, mask in tables.reach(row).items():
+            if key not in moved.cols:
+                moved.enters[key] = moved.enters[key] | mask if key in moved.enters else mask.clone()
+    return moved
+
+
+def share_of(regions: Sequence[FoundRegion], tables: Tables) -> float:
+    """Share of the sites' parameters that the regions split."""
+    split = {key[0] for region in regions for key in region.sites}
+    sizes = {key[0]: int(torch.tensor(site.shape).prod()) for key, site in tables.sites.items()}
+    return sum(sizes[name] for name in split) / max(1, sum(sizes.values()))

@@ -1,0 +1,461 @@
+"""Turns found regions into what each module becomes: which slices it holds, where activations enter and where sums leave.
+
+One pass per rank over the cut graph says which part of every other tensor a rank's columns use: Parameters and buffers
+inside the region's scope are sliced or their gradient is summed, arguments of the scope's module enter, and are sliced.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..errors import PlanError
+from ..shard import Shard, compress_indices
+from .plan import InputPlan, ModulePlan, Region
+from .record import Call, ModuleCall, SiteKey, bind_position, columns
+from .regions import FoundRegion
+from .tables import Tables, select_columns
+
+LINEARS = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+Supports = dict[str, list[list[Tensor]]]  # name -> rank -> dim -> bool
+
+
+@dataclass
+class Facets:
+    """A ModulePlan being put together."""
+
+    style: str = "local_params"
+    shards: dict[str, Shard] = field(default_factory=dict)
+    siblings: str | None = None
+    summed: set[str] = field(default_factory=set)
+    once: set[str] = field(default_factory=set)
+    columns: Tensor | None = None
+    inputs: dict[str, InputPlan] = field(default_factory=dict)
+    outputs: set[int] = field(default_factory=set)
+
+
+class Placement:
+    """Module plans of a list of regions over one model's tables."""
+
+    def __init__(self, tables: Tables, tp_size: int) -> None:
+        self.tables, self.tp_size = tables, tp_size
+        self.modules = dict(tables.shadow.model.named_modules())
+        self.parameters = tables.shadow.parameters
+        self.site_parameters = {key[0] for key in tables.sites}
+
+    def place(self, regions: Sequence[FoundRegion]) -> tuple[dict[str, ModulePlan], tuple[Region, ...]]:
+        """Plans by module name, and the regions as a plan lists them.
+
+        Raises:
+            PlanError: a region that no plan can express, or two regions that need different slices of one tensor.
+        """
+        facets: dict[str, Facets] = defaultdict(Facets)
+        listed = []
+        for number, region in enumerate(regions):
+            RegionPlacement(self, region, facets, f"region{number}").place()
+            listed.append(self._list(region))
+        return {name: self._finish(name, f) for name, f in facets.items()}, tuple(listed)
+
+    def _finish(self, name: str, f: Facets) -> ModulePlan:
+        ranges = () if f.columns is None else tuple((s, s + n) for s, n, _, _ in _single_runs(f.columns))
+        style = f.style
+        if style == "local_params" and ranges:
+            style = "mla_kv_a_proj"
+        elif style == "local_params" and not f.shards and f.summed:
+            style = "replicated_with_grad_allreduce"
+        return ModulePlan(
+            name,
+            style,
+            f.shards,
+            siblings=f.siblings,
+            summed=tuple(sorted(f.summed - f.once)),
+            once=tuple(sorted(f.once)),
+            columns=ranges,
+            inputs=tuple(f.inputs.values()),
+            outputs=tuple(sorted(f.outputs)),
+            source="discovered",
+        )
+
+    def _list(self, region: FoundRegion) -> Region:
+        def names(keys: Iterable[SiteKey]) -> tuple[str, ...]:
+            return tuple(dict.fromkeys(key[0].rpartition(".")[0] for key in keys))
+
+        enters = tuple((k[0].rpartition(".")[0], 0, int(m.sum())) for k, m in region.enters.items())
+        cols, rows = names(region.cols), names(region.rows)
+        return Region(self.scope(region), cols, rows, tuple((c, "input") for c in cols), rows, region.units, enters)
+
+    def calls(self, keys: Iterable[SiteKey]) -> list[Call]:
+        """Every call of the sites, in all records."""
+        return [c for record in self.tables.records for key in keys if key in record.sites for c in record.sites[key].calls]
+
+    def scope(self, region: FoundRegion) -> str:
+        """The innermost module inside whose forward all of the region's sites are called."""
+        stacks = [self._stack(call) for call in self.calls(region.sites)]
+        first = stacks[0]
+        depth = 0
+        while depth < min(map(len, stacks)) and all(stack[depth] == first[depth] for stack in stacks):
+            depth += 1
+        return first[depth - 1] if depth else ""
+
+    def _stack(self, call: Call) -> tuple[str, ...]:
+        last = self.modules[call.modules[-1]]
+        return call.modules[:-1] if isinstance(last, (*LINEARS, nn.Embedding)) and len(call.modules) > 1 else call.modules
+
+
+class RegionPlacement:
+    """Places one region."""
+
+    def __init__(self, placement: Placement, region: FoundRegion, facets: dict[str, Facets], name: str) -> None:
+        self.placement, self.tables, self.region, self.facets, self.name = placement, placement.tables, region, facets, name
+        self.tp_size = placement.tp_size
+        self.scope = placement.scope(region)
+        self.entered: set[int] = set()  # ids of tensors whose gradient is summed where they come in as arguments
+
+    def place(self) -> None:
+        raw_rows = [key for key in self.region.rows if not self._is_layer(key)]
+        raw_cols = [key for key in self.region.cols if not self._is_layer(key)]
+        self.supports = self._pull_supports()
+        self._cut_sites()
+        self._cut_parameters()
+        self._enter_arguments()
+        owner = self._reduce_late(raw_rows) if raw_rows else None
+        for key in raw_cols:
+            if owner is None or not all(owner in call.modules for call in self.placement.calls([key])):
+                self._enter_raw(key)
+        self._group_siblings(raw_cols)
+        self._enter_whole_sites()
+
+    # -- sites --------------------------------------------------------------------------------------------------------
+
+    def _is_layer(self, key: SiteKey) -> bool:
+        """Whether the site is the weight of a linear, a convolution or an embedding that is called itself."""
+        owner, _, leaf = key[0].rpartition(".")
+        module = self.placement.modules[owner]
+        called = all(call.modules[-1] == owner for call in self.placement.calls([key]))
+        return leaf == "weight" and called and builds_on_plain(module)
+
+    def _cut_sites(self) -> None:
+        for key, held in self.region.rows.items():
+            site = self.tables.sites[key]
+            self._cut(key[0], product_cut(site.shape, site.in_dims, held, key[0]))
+            if self._is_layer(key):
+                self.facets[key[0].rpartition(".")[0]].style = "rowwise"
+        for key, held in self.region.cols.items():
+            site = self.tables.sites[key]
+            self._cut(key[0], product_cut(site.shape, site.out_dims, held, key[0]))
+            if self._is_layer(key):
+                style = "embedding_colwise_local" if site.kind == "embedding" else "colwise"
+                self.facets[key[0].rpartition(".")[0]].style = style
+
+    def _cut(self, name: str, shard: Shard) -> None:
+        owner, _, leaf = name.rpartition(".")
+        held = self.facets[owner].shards.setdefault(leaf, shard)
+        if held != shard:
+            raise PlanError(f"{name} would be cut in two ways")
+
+    def _group_siblings(self, raw: Sequence[SiteKey]) -> None:
+        """Column layers that read one tensor enter it together; one whose input has entered already does not."""
+        groups: dict[tuple[int, ...], str] = {}
+        for key in self.region.cols:
+            if key in raw or self.tables.sites[key].kind == "embedding":
+                continue
+            inputs = tuple(sorted(id(call.x) for call in self.placement.calls([key])))
+            facets = self.facets[key[0].rpartition(".")[0]]
+            if not all(i in self.entered for i in inputs):
+                facets.siblings = groups.setdefault(inputs, f"{self.scope or 'model'}:{self.name}.{len(groups)}")
+
+    # -- what a rank's columns use --------------------------------------------------------------------------------------
+
+    def _pull_supports(self) -> Supports:
+        """For every Parameter and buffer under the scope that is no site: per rank and dim, which indices its columns use."""
+        shadow, prefix = self.tables.shadow, f"{self.scope}." if self.scope else ""
+        names = [n for n, p in shadow.parameters.items() if n.startswith(prefix) and n not in self.placement.site_parameters]
+        tensors = {n: shadow.leaf(n) for n in names if not shadow.leaf(n).is_meta and shadow.leaf(n).is_floating_point()}
+        tensors |= {n: b for n, b in shadow.model.named_buffers() if n.startswith(prefix) and b.requires_grad}
+        tensors = {n: t for n, t in tensors.items() if t.requires_grad}
+        found: Supports = {}
+        for rank in range(self.tp_size):
+            for record in self.tables.records:
+                for name, grad in zip(tensors, self._pull(record, rank, list(tensors.values())), strict=True):
+                    if grad is not None and bool(grad.ne(0).any()):
+                        per_rank = found.setdefault(name, [_no_support(grad) for _ in range(self.tp_size)])
+                        per_rank[rank] = [a | b for a, b in zip(per_rank[rank], project(grad), strict=True)]
+        return found
+
+    def _pull(self, record, rank: int, at: list[Tensor]) -> list[Tensor | None]:
+        targets, grads = [], []
+        for key, held in self.region.rows.items():
+            for call in record.sites[key].calls if key in record.sites else []:
+                targets.append(call.x)
+                grads.append(select_columns(self.tables.random_like(call.x), call, held[rank]))
+        return self.tables.pull(record, targets, grads, at)
+
+    def _cut_parameters(self) -> None:
+        """Slice what the ranks use different parts of; sum the gradient of what they all use."""
+        for name, per_rank in self.supports.items():
+            owner, _, leaf = name.rpartition(".")
+            shape = tuple(len(mask) for mask in per_rank[0])
+            dim = choose_dim(per_rank)
+            if dim is not None:
+                held = [per_rank[rank][dim].nonzero().flatten().tolist() for rank in range(self.tp_size)]
+                self._cut(name, Shard.from_indices(shape, dim, held))
+            elif name in self.placement.parameters:
+                self.facets[owner].summed.add(leaf)
+
+    # -- arguments ------------------------------------------------------------------------------------------------------
+
+    def _enter_arguments(self) -> None:
+        """Arguments of the scope's module that reach the rows past no site: their gradient is summed, their part taken."""
+        for record in self.tables.records:
+            for call in record.module_calls.get(self.scope, []):
+                for name, tensor in call.arguments.items():
+                    self._enter_argument(record, call, name, tensor)
+
+    def _enter_argument(self, record, call: ModuleCall, name: str, tensor: Tensor) -> None:
+        leaf = call.constants.get(name, tensor)
+        if not leaf.requires_grad:
+            return
+        grads = [self._pull(record, rank, [leaf])[0] for rank in range(self.tp_size)]
+        if not any(g is not None and bool(g.ne(0).any()) for g in grads) or self._is_local(record, tensor):
+            return
+        per_rank = [_no_support(leaf) if g is None else project(g) for g in grads]
+        sums = self._carries(record, tensor)
+        dim = choose_dim(per_rank)
+        plan = InputPlan(name, bind_position(self.placement.modules[self.scope], name), sums)
+        if dim is not None:
+            period = smallest_period([per_rank[rank][dim] for rank in range(self.tp_size)])
+            runs = tuple(compress_indices(m[dim][:period].nonzero().flatten().tolist()) for m in per_rank)
+            plan = replace(plan, dim=dim - tensor.ndim if dim else 0, period=period, indices=runs)
+        inputs = self.facets[self.scope].inputs
+        if name in inputs and inputs[name] != plan:
+            merged = _merge_inputs(inputs[name], plan)
+            if merged is None:
+                raise PlanError(f"{self.scope}: argument {name} would enter in two ways")
+            plan = merged
+        inputs[name] = plan
+        if sums:
+            self.entered.add(id(tensor))
+
+    def _carries(self, record, tensor: Tensor) -> bool:
+        """Whether a tensor depends on the output of a site or on a Parameter, so that training sends a gradient through it."""
+        if not tensor.requires_grad:
+            return False
+        shadow = self.tables.shadow
+        leaves = [call.y for site in record.sites.values() for call in site.calls]
+        leaves += [leaf for leaf in map(shadow.leaf, shadow.parameters) if leaf.requires_grad and not leaf.is_meta]
+        grads = self.tables.pull(record, [tensor], [self.tables.random_like(tensor)], leaves)
+        return any(g is not None for g in grads)
+
+    def _is_local(self, record, tensor: Tensor) -> bool:
+        """Whether a tensor depends on a column site of the region: it holds a rank's columns already."""
+        leaves = [call.y for key in self.region.cols if key in record.sites for call in record.sites[key].calls]
+        if not tensor.requires_grad:
+            return False
+        grads = self.tables.pull(record, [tensor], [self.tables.random_like(tensor)], leaves)
+        return any(g is not None and bool(g.ne(0).any()) for g in grads)
+
+    # -- sites that are no layers: their module is the border -------------------------------------------------------------
+
+    def _common_module(self, keys: Sequence[SiteKey]) -> str:
+        stacks = [call.modules for call in self.placement.calls(keys)]
+        depth = 0
+        while depth < min(map(len, stacks)) and all(stack[depth] == stacks[0][depth] for stack in stacks):
+            depth += 1
+        if depth == 0:
+            raise PlanError(f"no module holds all of {', '.join(k[0] for k in keys)}")
+        return stacks[0][depth - 1]
+
+    def _enter_module(self, owner: str) -> None:
+        """Sum the gradients of every argument of `owner` that carries one and is whole."""
+        module = self.placement.modules[owner]
+        for record in self.tables.records:
+            for call in record.module_calls.get(owner, []):
+                for name, tensor in call.arguments.items():
+                    if not self._carries(record, tensor) or self._is_local(record, tensor):
+                        continue
+                    plan = InputPlan(name, bind_position(module, name), True)
+                    inputs = self.facets[owner].inputs
+                    inputs[name] = replace(inputs[name], sums=True) if name in inputs else plan
+                    self.entered.add(id(tensor))
+
+    def _enter_raw(self, key: SiteKey) -> None:
+        """Sum the gradient of what a column site that is no layer reads: arguments of its module, outputs of whole sites in it."""
+        for record in self.tables.records:
+            for call in record.sites[key].calls if key in record.sites else []:
+                owner = call.modules[-1]
+                module = self.placement.modules[owner]
+                for module_call in record.module_calls[owner]:
+                    given = {n: t for n, t in module_call.arguments.items() if self._carries(record, t)}
+                    reached = self._reached(record, call.x, list(given.values()))
+                    for name, tensor in [item for item, hit in zip(given.items(), reached, strict=True) if hit is not None]:
+                        if not self._is_local(record, tensor):
+                            plan = InputPlan(name, bind_position(module, name), True)
+                            inputs = self.facets[owner].inputs
+                            inputs[name] = replace(inputs[name], sums=True) if name in inputs else plan
+                            self.entered.add(id(tensor))
+                self._sum_between(record, call.x, owner)
+                for other, site in record.sites.items():
+                    inside = [c for c in site.calls if owner in c.modules]
+                    if not inside or other in self.region.cols:
+                        continue
+                    for source, grad in zip(inside, self._reached(record, call.x, [c.y for c in inside]), strict=True):
+                        if grad is not None:
+                            mask = self.region.enters.setdefault(other, torch.zeros(site.out_size, dtype=torch.bool))
+                            mask |= columns(grad, source.y_axes).ne(0).any(0)
+
+    def _sum_between(self, record, target: Tensor, owner: str) -> None:
+        """Parameters inside `owner` that `target` depends on lie between where it enters and where it is split."""
+        shadow, prefix = self.tables.shadow, f"{owner}." if owner else ""
+        names = [n for n in shadow.parameters if n.startswith(prefix) and not shadow.leaf(n).is_meta and shadow.leaf(n).requires_grad]
+        for name, grad in zip(names, self._reached(record, target, [shadow.leaf(n) for n in names]), strict=True):
+            if grad is not None:
+                module, _, leaf = name.rpartition(".")
+                self.facets[module].summed.add(leaf)
+
+    def _reached(self, record, target: Tensor, at: list[Tensor]) -> list[Tensor | None]:
+        """Gradients of `target` at the tensors `at`, None where there is nothing but zeros."""
+        grads = self.tables.pull(record, [target], [self.tables.random_like(target)], at)
+        return [g if g is not None and bool(g.ne(0).any()) else None for g in grads]
+
+    def _reduce_late(self, raw: Sequence[SiteKey]) -> str:
+        """Add up the ranks' parts where the module that owns the raw row sites returns; that module's name."""
+        owner = self._common_module(raw)
+        self._enter_module(owner)
+        outputs: set[int] = set()
+        for record in self.tables.records:
+            rows = [call.y for key in raw if key in record.sites for call in record.sites[key].calls]
+            for call in record.module_calls.get(owner, []):
+                for index, value in enumerate(call.outputs):
+                    if not value.requires_grad:
+                        continue
+                    grads = self.tables.pull(record, [value], [self.tables.random_like(value)], rows)
+                    if any(g is not None and bool(g.ne(0).any()) for g in grads):
+                        outputs.add(index)
+                        self._add_once(record, owner, value)
+        self.facets[owner].outputs |= outputs
+        for key in self.region.rows:
+            if key not in raw and all(owner in call.modules for call in self.placement.calls([key])):
+                raise PlanError(f"{key[0]} reduces inside {owner}, which reduces too")
+        return owner
+
+    def _add_once(self, record, owner: str, value: Tensor) -> None:
+        """What reaches the owner's output past the rows: Parameters are added on one rank, outputs of whole sites enter."""
+        shadow, prefix = self.tables.shadow, f"{owner}."
+        names = [n for n in shadow.parameters if n.startswith(prefix) and shadow.leaf(n).requires_grad and not shadow.leaf(n).is_meta]
+        grads = self.tables.pull(record, [value], [self.tables.random_like(value)], [shadow.leaf(n) for n in names])
+        for name, grad in zip(names, grads, strict=True):
+            if grad is not None and bool(grad.ne(0).any()):
+                module, _, leaf = name.rpartition(".")
+                if leaf not in self.facets[module].shards:
+                    self.facets[module].once.add(leaf)
+        for key, site in record.sites.items():
+            inside = [c for c in site.calls if owner in c.modules]
+            if not inside or key in self.region.sites:
+                continue
+            for call, grad in zip(
+                inside, self.tables.pull(record, [value], [self.tables.random_like(value)], [c.y for c in inside]), strict=True
+            ):
+                if grad is not None and bool(grad.ne(0).any()):
+                    mask = self.region.enters.setdefault(key, torch.zeros(site.out_size, dtype=torch.bool))
+                    mask |= columns(grad, call.y_axes).ne(0).any(0)
+
+    def _enter_whole_sites(self) -> None:
+        """Columns of whole sites inside the scope that reach the rows: their gradient is summed at the site's output."""
+        for key, mask in self.region.enters.items():
+            calls = self.placement.calls([key])
+            if not all(self.scope in call.modules or not self.scope for call in calls):
+                continue  # it comes in as an argument, which enters
+            owner = key[0].rpartition(".")[0]
+            if not self._is_layer(key) or any(call.y_axes != (-1,) for call in calls):
+                raise PlanError(f"the output of {key[0]} enters {self.scope}, but it is no layer of its own")
+            facets = self.facets[owner]
+            facets.columns = mask.clone() if facets.columns is None else facets.columns | mask
+
+
+def builds_on_plain(module: nn.Module) -> bool:
+    """Whether a module is a linear, convolution or embedding whose forward is the plain one or builds on it."""
+    plain = next((base for base in type(module).__mro__ if base in (*LINEARS, nn.Embedding)), None)
+    if plain is None:
+        return False
+    forward = type(module).forward
+    return forward is plain.forward or "super" in forward.__code__.co_names
+
+
+# -- index sets ---------------------------------------------------------------------------------------------------------
+
+
+def product_cut(shape: tuple[int, ...], dims: tuple[int, ...], held: Sequence[Tensor], name: str) -> Shard:
+    """The shard that holds, on each rank, `held` of the flattened `dims`, which must be a cut of one of them.
+
+    Raises:
+        PlanError: the indices are no product of one dim's with all of the others'.
+    """
+    if len(dims) == 1:
+        return Shard.from_indices(shape, dims[0], [h.tolist() for h in held])
+    sizes = [shape[d] for d in dims]
+    for place, dim in enumerate(dims):
+        chosen = []
+        for indices in held:
+            mask = torch.zeros(sizes, dtype=torch.bool)
+            mask.view(-1)[indices] = True
+            along = mask.movedim(place, 0).flatten(1)
+            if not bool((along.all(1) == along.any(1)).all()):
+                break
+            chosen.append(along.any(1).nonzero().flatten().tolist())
+        else:
+            return Shard.from_indices(shape, dim, chosen)
+    raise PlanError(f"{name}: the ranks' columns are no cut of one of its dims {dims}")
+
+
+def project(grad: Tensor) -> list[Tensor]:
+    """For each dim, which indices have a number that is not zero."""
+    hit = grad.ne(0)
+    if hit.ndim == 0:
+        return []
+    return [hit.movedim(d, 0).flatten(1).any(1) if hit.ndim > 1 else hit for d in range(hit.ndim)]
+
+
+def _no_support(tensor: Tensor) -> list[Tensor]:
+    return [torch.zeros(n, dtype=torch.bool) for n in tensor.shape]
+
+
+def choose_dim(per_rank: Sequence[Sequence[Tensor]]) -> int | None:
+    """The dim of which the ranks use different indices that together are all of them, with the fewest held; None if there is none."""
+    best = None
+    for dim in range(len(per_rank[0])):
+        masks = torch.stack([masks[dim] for masks in per_rank])
+        if masks.any(0).all() and not masks.all() and masks.any(1).all():
+            total = int(masks.sum())
+            if best is None or total < best[0]:
+                best = (total, dim)
+    return None if best is None else best[1]
+
+
+def smallest_period(masks: Sequence[Tensor]) -> int:
+    """The smallest period of all `masks` that divides their length."""
+    size = len(masks[0])
+    for period in range(1, size + 1):
+        if size % period == 0 and all(bool((m.view(-1, period) == m[:period]).all()) for m in masks):
+            return period
+    return size
+
+
+def _merge_inputs(a: InputPlan, b: InputPlan) -> InputPlan | None:
+    """One plan for an argument that two calls or two regions enter: a part is taken if either takes it, and they agree."""
+    if a.dim is not None and b.dim is not None and (a.dim, a.period, a.indices) != (b.dim, b.period, b.indices):
+        return None
+    base = a if a.dim is not None else b
+    return replace(base, sums=a.sums or b.sums)
+
+
+def _single_runs(mask: Tensor) -> list[tuple[int, int, int, int]]:
+    """Neighbouring indices of a bool mask as runs without repeats."""
+    found = []
+    for start, length, stride, count in compress_indices(mask.nonzero().flatten().tolist()):
+        found += [(start + i * stride, length, length, 1) for i in range(count)]
+    return found

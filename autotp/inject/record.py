@@ -1,0 +1,451 @@
+"""Runs a model on stand-ins for its weights and notes every site: what goes in, and a random value that comes out.
+
+The graph is *cut* at each site: its output is a fresh leaf, so that what autograd then says of any other tensor is a direct
+dependence, with no other site in between. No site's weight is read, so the big ones stay on meta: discovery runs at the
+model's own width on any machine. All floating numbers are float64 inside, whatever the forward asks for.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..errors import PlanError
+from .sites import Operands, locate, read_site
+
+REAL_NUMEL = 1 << 20  # stand-ins of Parameters up to this size hold numbers from the start; larger ones when they are read
+SiteKey = tuple[str, tuple[int, ...]]  # a Parameter's name and the dims of it that become output columns
+NARROW = {torch.float32, torch.float16, torch.bfloat16}
+COMPLEX = {torch.complex64, torch.complex32}
+
+
+@dataclass
+class Call:
+    """One call of a site.
+
+    Attributes:
+        x, y: its input, attached to what came before, and its output, a leaf.
+        x_axes, y_axes: axes of the columns, from the end; x_start, y_start: where they lie in the Parameter's dims.
+        modules: names of the modules whose forward was running, outermost first.
+    """
+
+    x: Tensor
+    y: Tensor
+    x_axes: tuple[int, ...]
+    y_axes: tuple[int, ...]
+    x_start: int
+    y_start: int
+    modules: tuple[str, ...]
+
+
+@dataclass
+class Site:
+    """A Parameter as a linear map: `in_dims` of it are contracted, `out_dims` become output columns.
+
+    `readable` is False where the weight is no plain view of the Parameter: it is cut, but can take no role.
+    """
+
+    key: SiteKey
+    shape: tuple[int, ...]
+    in_dims: tuple[int, ...]
+    kind: str
+    readable: bool = True
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def parameter(self) -> str:
+        return self.key[0]
+
+    @property
+    def out_dims(self) -> tuple[int, ...]:
+        return self.key[1]
+
+    @functools.cached_property
+    def in_size(self) -> int:
+        return _size(self.shape, self.in_dims)
+
+    @functools.cached_property
+    def out_size(self) -> int:
+        return _size(self.shape, self.out_dims)
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module: its tensor arguments by name (`name` or position in `*args`), and its flattened output.
+
+    `sources` holds the leaf behind an argument that came without a gradient and was given one for the record.
+    """
+
+    arguments: dict[str, Tensor]
+    constants: dict[str, Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[Any]
+
+
+@dataclass
+class Record:
+    """What one or several forwards did."""
+
+    sites: dict[SiteKey, Site] = field(default_factory=dict)
+    order: list[tuple[SiteKey, int]] = field(default_factory=list)
+    module_calls: dict[str, list[ModuleCall]] = field(default_factory=dict)
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+class Shadow:
+    """A copy of a model's module tree whose Parameters are stand-ins: random numbers, or nothing (meta) where they are big.
+
+    Attributes:
+        model: the copy, in evaluation; names: storage -> full name of the Parameter or buffer that lives in it.
+    """
+
+    def __init__(self, model: nn.Module, seed: int = 0, buffers_need_grad: bool = True) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        memo: dict[int, Any] = {}
+        for parameter in model.parameters():
+            memo.setdefault(id(parameter), nn.Parameter(_stand_in(parameter, generator), parameter.requires_grad))
+        computed = _compute_buffers(model)
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            value = computed.get(name, buffer).detach().cpu()
+            memo.setdefault(id(buffer), value.double() if value.is_floating_point() else value.clone())
+            if buffers_need_grad and value.is_floating_point():
+                memo[id(buffer)].requires_grad_()
+        self.model = copy.deepcopy(model, memo).eval()
+        _prepare_config(self.model)
+        self.generator = generator
+        self.real: dict[int, nn.Parameter] = {}
+        self.index()
+
+    def index(self) -> None:
+        """Note which storage belongs to which name; again after Parameters were replaced."""
+        self.names: dict[int, str] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in self.model.named_parameters():
+            self.names[_storage(parameter)] = name
+            self.parameters[name] = parameter
+        self.buffers = {_storage(b): name for name, b in self.model.named_buffers() if b.is_floating_point() and b.numel()}
+
+    def find(self, tensor: Any) -> str | None:
+        """Name of the Parameter that `tensor` is, or is a view of."""
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            return None
+        return self.names.get(_storage(tensor))
+
+    def fill(self, tensor: Tensor) -> Tensor:
+        """The same view of a stand-in with numbers, for an operation that is no site."""
+        name = self.names[_storage(tensor)]
+        key = _storage(self.parameters[name])
+        if key not in self.real:
+            full = torch.randn(self.parameters[name].shape, generator=self.generator, dtype=torch.float64) * 0.5
+            self.real[key] = nn.Parameter(full, self.parameters[name].requires_grad)
+        return self.real[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def leaf(self, name: str) -> Tensor:
+        """The tensor that gradients of Parameter `name` arrive at."""
+        parameter = self.parameters[name]
+        return self.real.get(_storage(parameter), parameter)
+
+
+Respond = Callable[[SiteKey, Operands, Any], Tensor]
+
+
+class Interceptor(TorchFunctionMode):
+    """Shows every site to `respond`, which returns its output; everything else runs, in float64, on stand-ins with numbers."""
+
+    def __init__(self, shadow: Shadow, respond: Callable[[Operands, str, Any, tuple, dict], Tensor]) -> None:
+        super().__init__()
+        self.shadow, self.respond = shadow, respond
+
+    def __torch_function__(self, func, types_, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _FLOAT_CASTS:
+            return args[0].double() if args[0].dtype != torch.float64 else args[0]
+        operands = read_site(func, args, kwargs, self._is_weight)
+        if operands is not None:
+            name = self.shadow.find(operands.weight)
+            assert name is not None
+            return self.respond(operands, name, func, args, kwargs)
+        if func is F.batch_norm:
+            return _batch_norm(*args, **kwargs)
+        if isinstance(func, types.FunctionType) and "has_torch_function" in func.__code__.co_names or func in _COMPOSITES:
+            return _open(func, self)(*args, **kwargs)
+        args, kwargs = _map(self._widen, args), {key: _map(self._widen, value) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _is_weight(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.is_floating_point() and self.shadow.find(value) is not None
+
+    def _widen(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return torch.float64 if value in NARROW else torch.complex128 if value in COMPLEX else value
+        if isinstance(value, Tensor) and value.is_meta and self.shadow.find(value) is not None:
+            return value if torch.is_inference_mode_enabled() else self.shadow.fill(value)
+        return value
+
+
+class Recorder:
+    """Fills a `Record` by running a shadow."""
+
+    def __init__(self, shadow: Shadow, seed: int = 0) -> None:
+        self.shadow, self.record = shadow, Record()
+        self.generator = torch.Generator().manual_seed(seed)
+        self.stack: list[str] = []
+
+    def run(self, call: dict[str, Any]) -> None:
+        """One forward; its sites are added to the record.
+
+        Raises:
+            whatever the forward raises.
+        """
+        with self._hooks(), running(), Interceptor(self.shadow, self._respond):
+            output = self.shadow.model(**call)
+        self.record.outputs += [t for t in flatten(output) if t.is_floating_point()]
+
+    def _respond(self, op: Operands, name: str, func: Any, args: tuple, kwargs: dict) -> Tensor:
+        parameter = self.shadow.parameters[name]
+        out, inside = locate(op.weight, parameter, op.w_out), locate(op.weight, parameter, op.w_in)
+        if op.w_in and inside is None or out is None:
+            key: SiteKey = (name, ())
+            out = inside = None
+        else:
+            assert out is not None
+            key = (name, out.dims)
+        kind = "embedding" if not op.x_axes else "linear"
+        in_dims = inside.dims if inside and op.w_in else ()
+        site = self.record.sites.setdefault(key, Site(key, tuple(parameter.shape), in_dims, kind, out is not None))
+        shape = output_shape(func, args, kwargs)
+        y = torch.randn(shape, generator=self.generator, dtype=torch.float64).requires_grad_()
+        starts = (inside.start if inside else 0, out.start if out else 0)
+        self.record.order.append((key, len(site.calls)))
+        site.calls.append(Call(op.x, y, op.x_axes, op.y_axes, *starts, tuple(self.stack)))
+        return add_bias(y.clone(), op, self.shadow)
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        handles = []
+        for name, module in self.shadow.model.named_modules():
+            handles.append(module.register_forward_pre_hook(functools.partial(self._enter, name), with_kwargs=True))
+            handles.append(module.register_forward_hook(functools.partial(self._leave, name), always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.stack.clear()
+
+    def _enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        self.stack.append(name)
+        arguments, constants = {}, {}
+        args, kwargs = list(args), dict(kwargs)
+        for key, value in bind_names(module, args, kwargs):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                if not value.requires_grad and torch.is_grad_enabled():
+                    constants[key] = leaf = value.detach().double().requires_grad_()
+                    value = leaf.clone()
+                    if isinstance(key, str) and key in kwargs:
+                        kwargs[key] = value
+                    else:
+                        args[_position(module, key)] = value
+                arguments[key] = value
+        call = ModuleCall(arguments, constants, tuple(args), kwargs, [])
+        self.record.module_calls.setdefault(name, []).append(call)
+        return tuple(args), kwargs
+
+    def _leave(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        self.stack.pop()
+        if output is not None:
+            self.record.module_calls[name][-1].outputs = list(flatten(output))
+
+
+# -- helpers ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """float64 as the default dtype, no compilation, gradients on: how every forward on a shadow runs."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    eager = torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
+    try:
+        with eager, torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def flatten(value: Any) -> Iterator[Tensor]:
+    """The tensors in a nest of tuples, lists, dicts and model outputs, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from flatten(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from flatten(item)
+
+
+@functools.lru_cache(maxsize=4096)
+def _forward_names(forward: Any) -> tuple[tuple[str, ...], bool]:
+    try:
+        parameters = list(inspect.signature(forward).parameters.values())
+    except (TypeError, ValueError):
+        return (), True
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple(names[1:] if names[:1] == ["self"] else names), False
+
+
+def bind_names(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """`(name, value)` of the arguments of a module's forward; a positional one that has no name is called by its position."""
+    names, _ = _forward_names(type(module).forward)
+    bound = [(names[i] if i < len(names) else str(i), value) for i, value in enumerate(args)]
+    return bound + list(kwargs.items())
+
+
+def bind_position(module: nn.Module, name: str) -> int | None:
+    """Place of an argument when it is passed positionally; None if it never is."""
+    names, _ = _forward_names(type(module).forward)
+    return names.index(name) if name in names else int(name) if name.isdigit() else None
+
+
+def _position(module: nn.Module, key: str) -> int:
+    names, _ = _forward_names(type(module).forward)
+    return names.index(key) if key in names else int(key)
+
+
+def columns(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """`tensor` as `[rows, columns]`, the columns running over `axes` in their order."""
+    if not axes:
+        return tensor.reshape(-1, 1)
+    rest = [d - tensor.ndim for d in range(tensor.ndim) if d - tensor.ndim not in axes]
+    moved = tensor.permute(*rest, *axes)
+    width = 1
+    for axis in axes:
+        width *= tensor.shape[axis]
+    return moved.reshape(-1, width)
+
+
+def add_bias(y: Tensor, op: Operands, shadow: Shadow) -> Tensor:
+    """`y` with the call's bias added: a tensor like any other, which the dependence tables then see."""
+    if not isinstance(op.bias, Tensor):
+        return y
+    bias = shadow.fill(op.bias) if op.bias.is_meta else op.bias
+    if bias.ndim == 1 and op.y_axes != (-1,):
+        bias = bias.reshape([-1] + [1] * (-op.y_axes[0] - 1))
+    return y + bias
+
+
+def output_shape(func: Any, args: tuple, kwargs: dict) -> torch.Size:
+    """Shape of what a call returns, found on meta."""
+
+    def to_meta(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            dtype = value.dtype if not value.is_floating_point() else torch.float64
+            return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="meta")
+        return value
+
+    with torch.no_grad():
+        return func(*_map(to_meta, args), **{k: _map(to_meta, v) for k, v in kwargs.items()}).shape
+
+
+def _map(fn: Callable[[Any], Any], value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)(_map(fn, item) for item in value)
+    return fn(value)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _size(shape: tuple[int, ...], dims: tuple[int, ...]) -> int:
+    size = 1
+    for dim in dims:
+        size *= shape[dim]
+    return size
+
+
+def _stand_in(parameter: Tensor, generator: torch.Generator) -> Tensor:
+    dtype = torch.float64 if parameter.is_floating_point() else parameter.dtype
+    if parameter.numel() > REAL_NUMEL and parameter.ndim > 1:
+        return torch.empty(parameter.shape, dtype=dtype, device="meta")
+    return torch.randn(parameter.shape, generator=generator, dtype=torch.float64).mul_(0.5).to(dtype)
+
+
+def _compute_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Values of buffers that are on meta, as the model's constructor computes them.
+
+    Raises:
+        PlanError: there is no config to construct it from.
+    """
+    missing = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if not missing:
+        return {}
+    if getattr(model, "config", None) is None:
+        raise PlanError(f"buffer {missing[0]} is on meta: build the model with its buffers on the CPU (they are small)")
+    with init_empty_weights(include_buffers=False):
+        twin = type(model)(copy.deepcopy(model.config))
+    return dict(twin.named_buffers(remove_duplicate=False))
+
+
+def _prepare_config(model: nn.Module) -> None:
+    """Eager attention and eager experts, so that every rank's arithmetic is plain to see; on the copy's own configs."""
+    seen: set[int] = set()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is None or id(config) in seen:
+            continue
+        seen.add(id(config))
+        for key, value in (("_attn_implementation_internal", "eager"), ("_experts_implementation_internal", "eager")):
+            if hasattr(config, key):
+                object.__setattr__(config, key, value)
+
+
+def _batch_norm(x, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
+    """Evaluation's batch norm as arithmetic, so that its statistics are seen like Parameters."""
+    if running_mean is None:
+        dims = [d for d in range(x.ndim) if d != 1]
+        running_mean, running_var = x.mean(dims), x.var(dims, unbiased=False)
+    shape = [1, -1] + [1] * (x.ndim - 2)
+    y = (x - running_mean.reshape(shape)) * torch.rsqrt(running_var.reshape(shape) + eps)
+    y = y if weight is None else y * weight.reshape(shape)
+    return y if bias is None else y + bias.reshape(shape)
+
+
+_FLOAT_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
+_COMPOSITES = {F.multi_head_attention_forward}
+
+
+@functools.lru_cache(maxsize=256)
+def _opened(func: types.FunctionType) -> types.FunctionType:
+    names = {name: _never for name in func.__code__.co_names if name.startswith("has_torch_function")}
+    opened = types.FunctionType(func.__code__, {**func.__globals__, **names}, func.__name__, func.__defaults__, func.__closure__)
+    opened.__kwdefaults__ = func.__kwdefaults__
+    return opened
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+def _open(func: Any, mode: TorchFunctionMode) -> Callable[..., Any]:
+    """A Python function of torch whose own calls are intercepted too."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return _opened(func)(*args, **kwargs)
+
+    return call

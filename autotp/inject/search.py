@@ -1,0 +1,285 @@
+"""Finds the integers that a forward must read differently on each rank, by trying: only sets that run and prove are kept.
+
+The module that holds a region runs alone, on the arguments that the whole model gave it. Which integers it reads is noted
+in one run; each is offered the values that its size has on the rank (a width, a number of heads, a ratio of two). A trial
+that fails later than the one before is a step in the right direction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attributes import restore_attributes, set_attributes
+from .placement import Placement
+from .plan import Plan
+from .prove import RankRun, Reference, Rewrite, SoloGroup, cut_shadow, make_parts, without_edges
+from .record import Interceptor, ModuleCall, SiteKey, running
+from .regions import FoundRegion, _classes, _patterns
+from .tables import Tables
+
+Edits = dict[tuple[str, str], tuple[Any, ...]]  # (module, attribute) -> its value on each rank
+MAX_TRIALS = 1500
+MAX_SECONDS = 20.0
+
+
+class Search:
+    """The attribute edits that let one region's module run on every rank."""
+
+    def __init__(
+        self, placement: Placement, region: FoundRegion, plan: Plan, references: Sequence[Reference], rewrite: Rewrite
+    ) -> None:
+        self.tables, self.region, self.tp_size = placement.tables, region, plan.tp_size
+        self.scope = placement.scope(region)
+        self.references = references
+        self.inner = without_edges(plan)
+        shadow = placement.tables.shadow
+        self.locals = [cut_shadow(shadow, self.inner.shards, rank) for rank in range(plan.tp_size)]
+        for rank, local in enumerate(self.locals):
+            rewrite(local.model, self.inner, SoloGroup(rank, plan.tp_size))
+        self.sites = {key[0] for key in placement.tables.sites}
+        self.trials, self.start = 0, time.monotonic()
+
+    def run(self) -> Edits | None:
+        """The smallest set found, or None. Module names are full."""
+        offers = self._offers()
+        found = self._climb(offers)
+        if found is None:
+            return None
+        for place in list(found):  # drop what is not needed
+            fewer = {k: v for k, v in found.items() if k != place}
+            if self._progress(fewer) is None:
+                found = fewer
+        return found
+
+    # -- trials ---------------------------------------------------------------------------------------------------------
+
+    def _progress(self, edits: Edits) -> int | None:
+        """None if every rank runs and sees what it should; otherwise how far the first one that fails gets."""
+        reached = 0
+        for rank in range(self.tp_size):
+            for reference in self.references:
+                self.trials += 1
+                failed = self._try_rank(rank, reference, edits)
+                if failed is not None:
+                    return reached + failed
+                reached += 1_000_000
+        return None
+
+    def _try_rank(self, rank: int, reference: Reference, edits: Edits) -> int | None:
+        local = self.locals[rank]
+        calls = reference.record.module_calls.get(self.scope, [])
+        if not calls:
+            return None
+        run = RankRun(reference, local, self.inner.shards, rank, make_parts(self.tp_size))
+        counter = Counting(local, run.respond)
+        by_module: dict[str, dict[str, tuple[Any, ...]]] = {}
+        for (module, key), values in edits.items():
+            by_module.setdefault(module, {})[key] = values
+        edited = []
+        try:
+            for name, attrs in by_module.items():
+                module = local.model.get_submodule(name)
+                set_attributes(module, name, attrs, rank)
+                edited.append(module)
+            args, kwargs = _detached(calls[0])
+            with running(), torch.no_grad(), counter:
+                local.model.get_submodule(self.scope)(*args, **kwargs)
+        except Exception:  # whatever a wrong number leads to: this set does not run
+            return counter.count
+        finally:
+            for module in edited:
+                restore_attributes(module)
+        return None
+
+    def _climb(self, offers: dict[tuple[str, str], list[tuple[Any, ...]]]) -> Edits | None:
+        """Sets in order of likelihood first; then the best one so far, one or two or three edits more at a time."""
+        first = {place: values[0] for place, values in offers.items()}
+        exact = {place: values[0] for place, values in offers.items() if len(set(self._sizes.get(self.reads[place], []))) > 0}
+        starts: list[Edits] = [{}, exact, first]
+        best: Edits = {}
+        score = -1
+        for edits in starts:
+            reached = self._progress(edits)
+            if reached is None:
+                return edits
+            if reached > score:
+                best, score = edits, reached
+        singles = [(place, values) for place, options in offers.items() for values in options]
+        bases = [{}, best] if best else [{}]
+        for base in bases:
+            found = self._climb_from(base, singles)
+            if found is not None:
+                return found
+        return None
+
+    def _climb_from(self, base: Edits, singles: list[tuple[tuple[str, str], tuple[Any, ...]]]) -> Edits | None:
+        score = self._progress(base)
+        while not self._spent() and score is not None:
+            for count in (1, 2, 3):
+                step = self._best_step(base, score, singles, count)
+                if step is not None:
+                    break
+            else:
+                return None
+            base, score = step
+        return base if score is None else None
+
+    def _best_step(self, base: Edits, score: int, singles: list, count: int) -> tuple[Edits, int | None] | None:
+        best: tuple[Edits, int] | None = None
+        for combo in combinations(singles, count):
+            if self._spent():
+                return best
+            if len({place for place, _ in combo}) < count:
+                continue
+            edits = {**base, **dict(combo)}
+            if edits == base:
+                continue
+            reached = self._progress(edits)
+            if reached is None:
+                return edits, None
+            if reached > score and (best is None or reached > best[1]):
+                best = (edits, reached)
+        return best
+
+    def _spent(self) -> bool:
+        return self.trials > MAX_TRIALS * self.tp_size or time.monotonic() - self.start > MAX_SECONDS
+
+    # -- what may be edited, and to what --------------------------------------------------------------------------------
+
+    def _offers(self) -> dict[tuple[str, str], list[tuple[Any, ...]]]:
+        """`(module, attribute)` -> values to try on each rank, the likeliest first."""
+        self.reads = self._read_integers()
+        self._sizes = self._known_sizes()
+        offers = {}
+        for place, value in self.reads.items():
+            if isinstance(value, int):
+                options = self._values_of(value)
+            else:
+                parts = [(self._values_of(v) or [(v,) * self.tp_size])[0] for v in value]
+                options = [tuple(tuple(p[rank] for p in parts) for rank in range(self.tp_size))]
+            options = [o for o in dict.fromkeys(options) if any(v != value for v in o)]
+            if options:
+                offers[place] = options
+        return offers
+
+    def _values_of(self, value: int) -> list[tuple[int, ...]]:
+        options = list(self._sizes.get(value, []))
+        pairs = [(full, local) for full, each in self._sizes.items() for local in each]
+        for full, local in pairs:
+            for other, below in pairs:
+                if other < full and full == value * other and all(a % b == 0 for a, b in zip(local, below, strict=True)):
+                    options.append(tuple(a // b for a, b in zip(local, below, strict=True)))
+        for full, local in pairs:
+            if value % full == 0 or full % value == 0:
+                scaled = [value * part for part in local]
+                if all(s % full == 0 and s for s in scaled):
+                    options.append(tuple(s // full for s in scaled))
+        return list(dict.fromkeys(options))
+
+    def _known_sizes(self) -> dict[int, list[tuple[int, ...]]]:
+        """Full size -> what it is on each rank: widths of rows and columns, of their classes, and numbers of units."""
+        found: dict[int, list[tuple[int, ...]]] = {}
+
+        def note(full: int, local: Sequence[int]) -> None:
+            if full > 1 and all(local) and tuple(local) not in found.setdefault(full, []):
+                found[full].append(tuple(local))
+
+        for key, held in self.region.rows.items():
+            note(self.tables.sites[key].in_size, [len(h) for h in held])
+        for key, held in self.region.cols.items():
+            note(self.tables.sites[key].out_size, [len(h) for h in held])
+        for key, held in self.region.cols.items():
+            for row in self.region.rows:
+                if key in self.tables.reach(row):
+                    self._note_classes(key, row, held, note)
+        note(sum(self.region.units), self.region.units)
+        return found
+
+    def _note_classes(self, key: SiteKey, row: SiteKey, held: list[Tensor], note: Any) -> None:
+        """Widths and numbers of patterns of each class of columns: heads of q, of k."""
+        table = self.tables.table(row, self.tables.block_size(row))[key]
+        local = [_patterns(table[:, h]) for h in held]
+        every = _patterns(table)
+        for members in _classes(every).values():
+            note(sum(every[p] for p in members), [sum(n for p, n in each.items() if p in members) for each in local])
+            note(len(members), [sum(p in each for p in members) for each in local])
+
+    def _read_integers(self) -> dict[tuple[str, str], Any]:
+        """Integers (and short lists of them) that the scope's modules and their configs hold and the forward reads."""
+        local = self.locals[0]
+        scope = local.model.get_submodule(self.scope)
+        reference = next(r for r in self.references if r.record.module_calls.get(self.scope))
+        seen: dict[tuple[str, str], Any] = {}
+        with log_reads(self.tables.shadow.model.get_submodule(self.scope), self.scope, seen):
+            whole = RankRun(reference, self.tables.shadow, {}, 0, [1.0])
+            args, kwargs = _detached(reference.record.module_calls[self.scope][0])
+            with running(), torch.no_grad(), Interceptor(self.tables.shadow, whole.respond):
+                self.tables.shadow.model.get_submodule(self.scope)(*args, **kwargs)
+        del scope
+        return {place: value for place, value in seen.items() if f"{place[0]}.weight" not in self.sites}
+
+
+class Counting(Interceptor):
+    """An interceptor that counts what it sees."""
+
+    count = 0
+
+    def __torch_function__(self, func, types_, args=(), kwargs=None):
+        self.count += 1
+        return super().__torch_function__(func, types_, args, kwargs)
+
+
+def _detached(call: ModuleCall) -> tuple[tuple, dict]:
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().clone()
+        if type(value) in (tuple, list):
+            return type(value)(plain(v) for v in value)
+        return value
+
+    return tuple(plain(a) for a in call.args), {k: plain(v) for k, v in call.kwargs.items()}
+
+
+@contextmanager
+def log_reads(scope: nn.Module, prefix: str, seen: dict[tuple[str, str], Any]) -> Iterator[None]:
+    """Note in `seen` every integer that is read from the modules below `scope` and from their configs."""
+    changed: list[tuple[Any, type]] = []
+    configs: set[int] = set()
+
+    def watch(target: Any, note: Mapping[str, Any] | None, name: str, holder: str) -> None:
+        cls = type(target)
+
+        def read(self: Any, key: str, get=cls.__getattribute__) -> Any:
+            value = get(self, key)
+            if key[:1] != "_" and _is_size(value) and (note is None or key in note):
+                seen[name, holder + key] = tuple(value) if isinstance(value, (list, tuple)) else value
+            return value
+
+        changed.append((target, cls))
+        object.__setattr__(target, "__class__", type(cls.__name__, (cls,), {"__getattribute__": read}))
+
+    for own, module in scope.named_modules():
+        name = f"{prefix}.{own}" if prefix and own else prefix or own
+        config = module.__dict__.get("config")
+        watch(module, module.__dict__, name, "")
+        if config is not None and id(config) not in configs:
+            configs.add(id(config))
+            watch(config, None, name, "config.")
+    try:
+        yield
+    finally:
+        for target, cls in changed:
+            object.__setattr__(target, "__class__", cls)
+
+
+def _is_size(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return 0 < len(value) <= 8 and all(_is_size(v) for v in value)
+    return type(value) is int and value > 1

@@ -1,0 +1,155 @@
+"""Which columns of which site reach which columns of another, directly: booleans read off the Jacobian of a cut graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from .record import Call, Record, Shadow, Site, SiteKey, columns
+
+FINE_WIDTH = 512  # inputs up to this wide are looked at column by column
+BLOCK = 64  # wider ones in blocks of the largest power of two up to this that divides their width
+
+
+class Tables:
+    """Direct dependences between the sites of one or several records of one model, made when they are asked for.
+
+    Attributes:
+        sites: every site, by key; a site stands for its calls in all records.
+    """
+
+    def __init__(self, shadow: Shadow, records: Sequence[Record], seed: int = 0) -> None:
+        self.shadow, self.records = shadow, records
+        self.generator = torch.Generator().manual_seed(seed)
+        self.sites: dict[SiteKey, Site] = {}
+        for record in records:
+            for key, site in record.sites.items():
+                self.sites.setdefault(key, site)
+        self._reach: dict[SiteKey, dict[SiteKey, Tensor]] = {}
+        self._tables: dict[tuple[SiteKey, int], dict[SiteKey, Tensor]] = {}
+        self._outputs: dict[SiteKey, Tensor] | None = None
+        self._consumers: dict[SiteKey, list[SiteKey]] | None = None
+
+    # -- one backward pass --------------------------------------------------------------------------------------------
+
+    def pull(self, record: Record, targets: Sequence[Tensor], grads: Sequence[Tensor], at: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients of `targets` at the tensors `at`; None where there is no path."""
+        pairs = [(t, g) for t, g in zip(targets, grads, strict=True) if t.requires_grad]
+        if not pairs or not at:
+            return [None] * len(at)
+        tensors, cotangents = zip(*pairs, strict=True)
+        return list(torch.autograd.grad(tensors, at, cotangents, retain_graph=True, allow_unused=True))
+
+    def random_like(self, tensor: Tensor) -> Tensor:
+        """Random cotangents."""
+        return torch.randn(tensor.shape, generator=self.generator, dtype=tensor.dtype)
+
+    def _support(self, record: Record, targets: Sequence[Tensor], grads: Sequence[Tensor], found: dict[SiteKey, Tensor]) -> None:
+        """Mark in `found` the output columns of every site whose values reach `targets`."""
+        leaves = [(key, call) for key, site in record.sites.items() for call in site.calls]
+        for (key, call), grad in zip(leaves, self.pull(record, targets, grads, [c.y for _, c in leaves]), strict=True):
+            if grad is None:
+                continue
+            hit = columns(grad, call.y_axes).ne(0).any(0)
+            site = self.sites[key]
+            width = site.out_size if site.readable else hit.numel()
+            mask = found.setdefault(key, torch.zeros(width, dtype=torch.bool))
+            start = call.y_start if site.readable else 0
+            mask[start : start + hit.numel()] |= hit
+
+    # -- what is asked ------------------------------------------------------------------------------------------------
+
+    def reach(self, key: SiteKey) -> dict[SiteKey, Tensor]:
+        """Site -> which of its output columns (bool) reach the input of site `key`."""
+        if key not in self._reach:
+            found: dict[SiteKey, Tensor] = {}
+            for record in self.records:
+                inputs = [call.x for call in record.sites[key].calls] if key in record.sites else []
+                inputs = [x for x in inputs if x.is_floating_point()]
+                self._support(record, inputs, [self.random_like(x) for x in inputs], found)
+            self._reach[key] = {k: mask for k, mask in found.items() if mask.any()}
+        return self._reach[key]
+
+    @property
+    def outputs(self) -> dict[SiteKey, Tensor]:
+        """Site -> which of its output columns reach the model's outputs."""
+        if self._outputs is None:
+            self._outputs = {}
+            for record in self.records:
+                self._support(record, record.outputs, [self.random_like(t) for t in record.outputs], self._outputs)
+            self._outputs = {k: mask for k, mask in self._outputs.items() if mask.any()}
+        return self._outputs
+
+    @property
+    def consumers(self) -> dict[SiteKey, list[SiteKey]]:
+        """Site -> the sites whose input its output reaches."""
+        if self._consumers is None:
+            self._consumers = {key: [] for key in self.sites}
+            for key in self.sites:
+                for source in self.reach(key):
+                    self._consumers[source].append(key)
+        return self._consumers
+
+    def block_size(self, key: SiteKey) -> int:
+        """How many neighbouring input columns of a site are looked at together."""
+        width = self.sites[key].in_size
+        return 1 if width <= FINE_WIDTH else min(BLOCK, width & -width)
+
+    def table(self, key: SiteKey, block: int) -> dict[SiteKey, Tensor]:
+        """Site -> bool `[blocks, out_size]`: which of its output columns reach which block of `key`'s input columns."""
+        if (key, block) not in self._tables:
+            width = self.sites[key].in_size
+            rows = -(-width // block)
+            made = {k: torch.zeros(rows, mask.numel(), dtype=torch.bool) for k, mask in self.reach(key).items()}
+            for record in self.records:
+                calls = record.sites[key].calls if key in record.sites else []
+                calls = [c for c in calls if c.x.requires_grad]
+                weights = [self.random_like(c.x) for c in calls]
+                for row in range(rows):
+                    grads = [
+                        mask_columns(g, c, row * block, min(width, (row + 1) * block)) for g, c in zip(weights, calls, strict=True)
+                    ]
+                    found = {k: table[row] for k, table in made.items()}
+                    self._support(record, [c.x for c in calls], grads, found)
+            self._tables[key, block] = made
+        return self._tables[key, block]
+
+    def is_structured(self, key: SiteKey) -> bool:
+        """Whether some site reaches only a part of `key`'s input columns, so that `key` might be split along them."""
+        width = self.sites[key].in_size
+        if width < 2 or not self.sites[key].readable:
+            return False
+        coarse = self.table(key, -(-width // min(4, width)))
+        return any(bool((table != table[:1]).any()) for table in coarse.values())
+
+
+def mask_columns(grad: Tensor, call: Call, start: int, stop: int) -> Tensor:
+    """`grad`, of the shape of a call's input, with zeros outside the Parameter's input columns `start:stop`."""
+    mask = torch.zeros(axes_shape(grad, call.x_axes), dtype=grad.dtype)
+    flat = mask.view(-1)
+    flat[max(0, start - call.x_start) : max(0, stop - call.x_start)] = 1
+    return grad * spread(mask, grad, call.x_axes)
+
+
+def select_columns(grad: Tensor, call: Call, indices: Tensor) -> Tensor:
+    """`grad` with zeros outside the Parameter's input columns `indices` (int64)."""
+    mask = torch.zeros(axes_shape(grad, call.x_axes), dtype=grad.dtype)
+    inside = indices - call.x_start
+    mask.view(-1)[inside[(inside >= 0) & (inside < mask.numel())]] = 1
+    return grad * spread(mask, grad, call.x_axes)
+
+
+def axes_shape(tensor: Tensor, axes: Iterable[int]) -> list[int]:
+    """Sizes of `tensor` along `axes`."""
+    return [tensor.shape[axis] for axis in axes]
+
+
+def spread(mask: Tensor, tensor: Tensor, axes: Sequence[int]) -> Tensor:
+    """`mask`, whose dims are `axes` of `tensor`, in a shape that broadcasts with it."""
+    order = sorted(range(len(axes)), key=lambda i: axes[i])
+    shape = [1] * tensor.ndim
+    for axis in axes:
+        shape[axis] = tensor.shape[axis]
+    return mask.permute(*order).reshape(shape)

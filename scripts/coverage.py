@@ -1,0 +1,364 @@
+"""Which model types come out right when they are split: every type that transformers registers, as a tiny random model.
+
+    python scripts/coverage.py --kind causal --out coverage.jsonl
+
+Each type runs on `--tp` gloo ranks of its own, against the unsharded model: outputs, every gradient and three AdamW steps.
+One line of JSON a type; types that the file holds already are skipped. Exits with 1 if a type is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import json
+import os
+import queue
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+from shrink import KINDS, registered, tiny_model
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autotp
+from autotp.inject.examples import make_examples
+from autotp.layers.base import sharded_modules
+
+OUTPUTS, GRADIENTS, STEPS, SHARE = 1e-4, 1e-3, 5e-2, 0.8  # bars of the verdict
+LR = 1e-3
+
+# -- running a model ---------------------------------------------------------------------------------------------------
+
+
+def floats(value: Any) -> list[Tensor]:
+    """The float tensors of a model's output, in order."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
+    return [tensor for part in inside for tensor in floats(part)]
+
+
+def run_call(model: nn.Module, call: dict[str, Any]) -> list[Tensor]:
+    """The float outputs of one call, whole. Random numbers that the model draws are the same in every run."""
+    torch.manual_seed(0)
+    dtype = next(model.parameters()).dtype
+    call = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in call.items()}
+    return [out.full_tensor() if isinstance(out, DTensor) else out for out in floats(model(**call))]
+
+
+def loss_of(model: nn.Module, calls: list[dict[str, Any]]) -> Tensor:
+    """Every finite output times fixed random numbers, scaled as a mean of so many numbers is."""
+    generator = torch.Generator().manual_seed(1)
+    total = torch.zeros(())
+    for call in calls:
+        for out in run_call(model, call):
+            weights = torch.randn(out.shape, generator=generator).to(out.dtype)
+            if out.requires_grad:
+                finite = torch.where(out.isfinite() & (out.abs() < 1e30), out, 0.0)
+                total = total + (finite * weights).sum() / max(1, out.numel()) ** 0.5
+    return total
+
+
+def whole(tensors: dict[str, Tensor], model: nn.Module) -> tuple[dict[str, Tensor], float]:
+    """Whole tensors from this rank's, and how far copies that several ranks hold lie apart."""
+    shards = {f"{n}.{p}".removeprefix("."): (m.tp, s) for n, m in sharded_modules(model) for p, s in m.shards.items()}
+    full, apart = {}, 0.0
+    for name, local in tensors.items():
+        if isinstance(local, DTensor):
+            full[name] = local.full_tensor()
+        elif name in shards:
+            tp, shard = shards[name]
+            full[name] = tp.all_gather(local, shard)
+            apart = max(apart, (shard.split(full[name], tp.tp_rank) - local).abs().max().item() if local.numel() else 0.0)
+        else:
+            full[name] = local
+    return full, apart
+
+
+def gradients(model: nn.Module, calls: list[dict[str, Any]]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Outputs of every call, and each parameter's own gradient of the loss over all of them."""
+    with torch.no_grad():
+        outputs = [out.detach() for call in calls for out in run_call(model, call)]
+    model.zero_grad()
+    loss_of(model, calls).backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return outputs, found
+
+
+def train(model: nn.Module, calls: list[dict[str, Any]], eps: float, steps: int = 3) -> dict[str, Tensor]:
+    """The parameters after AdamW steps. A large `eps` keeps Adam from making steps of rounding noise."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=eps, foreach=False)
+    for _ in range(steps):
+        loss_of(model, calls).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+# -- measures ------------------------------------------------------------------------------------------------------------
+
+
+def sort_parameters(model: nn.Module, grads: dict[str, Tensor]) -> dict[str, str]:
+    """What each parameter with a gradient is: "linear", "conv" (of a kernel above 1), "embedding" or "other"."""
+    kinds: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{prefix}.{name}".removeprefix(".")
+            if full not in grads or full in kinds:
+                continue
+            kernel = getattr(module, "kernel_size", (1,))
+            looked_up = isinstance(module, nn.Embedding) or any(w in name for w in ("embed", "_token", "latents", "position"))
+            if max(kernel if isinstance(kernel, tuple) else (kernel,)) > 1:
+                kinds[full] = "conv"
+            elif looked_up:
+                kinds[full] = "embedding"
+            else:
+                kinds[full] = "linear" if parameter.ndim > 1 else "other"
+    return kinds
+
+
+def shares(model: nn.Module, sharded: nn.Module, grads: dict[str, Tensor]) -> dict[str, float]:
+    """How much of the counted bytes is split, is in linear maps, and what is left unsplit."""
+    kinds = sort_parameters(model, grads)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    local = {n: (p.to_local() if isinstance(p, DTensor) else p).numel() for n, p in sharded.named_parameters()}
+    counted = [n for n, kind in kinds.items() if kind in ("linear", "other")]
+    total = max(1, sum(sizes[n] for n in counted))
+    all_maps = total + sum(sizes[n] for n, kind in kinds.items() if kind == "conv")
+    unsplit = sorted((n for n in counted if local.get(n) == sizes[n]), key=lambda n: -sizes[n])
+    return {
+        "share": round(sum(sizes[n] for n in counted if local.get(n, sizes[n]) < sizes[n]) / total, 4),
+        "linear": round(sum(sizes[n] for n, kind in kinds.items() if kind == "linear") / all_maps, 4),
+        "unsplit": unsplit[:5],
+    }
+
+
+def rounding(model: nn.Module, calls: list[dict[str, Any]], grads: dict[str, Tensor]) -> dict[str, float]:
+    """How far each float32 gradient lies from float64's: noise of summing in another order, at most 1e-5 of the largest."""
+    largest = max(g.abs().max().item() for g in grads.values())
+    try:
+        exact = gradients(copy.deepcopy(model).double(), calls)[1]
+        return {n: min((grads[n] - exact[n]).abs().max().item(), 1e-5 * largest) for n in grads}
+    except Exception:  # a model that names float32 somewhere does not run in float64
+        return dict.fromkeys(grads, 2e-7 * largest)
+
+
+def compare(reference: nn.Module, sharded: nn.Module, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """Errors of outputs, gradients and steps of `sharded` against `reference`, and their verdict."""
+    outputs, grads = gradients(reference, calls)
+    largest = max(g.abs().max().item() for g in grads.values())
+    noise = rounding(reference, calls, grads)
+    row: dict[str, Any] = shares(reference, sharded, grads)
+    got_outputs, local = gradients(sharded, calls)
+    got, apart = whole(local, sharded)
+    row["output_error"] = max(map(output_error, got_outputs, outputs)) if len(outputs) == len(got_outputs) else float("inf")
+    worst = ("", 0.0)
+    for name, grad in grads.items():
+        error = (got[name] - grad).abs().max().item() if name in got else float("inf")
+        size = grad.abs().max().item()
+        relative = error / max(size, 1e-6 * largest)
+        lost = size < 4 * noise[name] / GRADIENTS and error <= 4 * noise[name]  # a gradient that is rounding noise itself
+        if not lost and not relative <= worst[1]:
+            worst = (name, relative)
+    row["gradient_error"], row["worst_gradient"], row["copies_apart"] = worst[1], worst[0], apart / largest
+    real = [n for n, g in grads.items() if g.abs().max().item() > 1e-4 * largest]
+    eps = 1e-2 * largest
+    expected = train(reference, calls, eps)
+    moved = whole(train(sharded, calls, eps), sharded)[0]
+    row["step_error"] = max((moved[n] - expected[n]).abs().max().item() for n in real) / (3 * LR)
+    return row | {"verdict": verdict(row)}
+
+
+def output_error(got: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest finite output."""
+    if got.shape != expected.shape or not torch.equal(got.isfinite(), expected.isfinite()):
+        return float("inf")
+    keep = expected.isfinite() & (expected.abs() < 1e30)
+    if not keep.any():
+        return 0.0
+    return ((got - expected)[keep].abs().max() / expected[keep].abs().max().clamp(min=1e-6)).item()
+
+
+def verdict(row: dict[str, Any]) -> str:
+    errors = (row["output_error"] <= OUTPUTS, row["gradient_error"] <= GRADIENTS, row["copies_apart"] <= GRADIENTS)
+    if not all(errors) or not row["step_error"] <= STEPS:
+        return "wrong"
+    if row["linear"] < 0.2:
+        return "linear-poor"
+    return "pass" if row["share"] >= SHARE else "partly"
+
+
+# -- one type ------------------------------------------------------------------------------------------------------------
+
+
+def split_model(model: nn.Module, args: argparse.Namespace) -> nn.Module:
+    """A sharded copy of `model`, by autotp or by transformers' own plan."""
+    if args.impl == "autotp":
+        return autotp.parallelize(copy.deepcopy(model), dist.group.WORLD, plan=args.plan)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        dist.barrier()
+        return type(model).from_pretrained(folder, tp_plan="auto", dtype=torch.float32).eval()
+
+
+def prepare(kind: str, model_type: str) -> tuple[nn.Module, list[dict[str, Any]], dict[str, Any]]:
+    """The tiny model, its example calls, and what building and running it alone showed."""
+    model = tiny_model(model_type, kind)
+    row: dict[str, Any] = {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
+    with torch.no_grad():
+        calls = make_examples(model, run=lambda call: run_call(model, call))
+    try:
+        grads = gradients(model, calls)[1]
+    except AssertionError:  # a few have no backward in evaluation
+        model.train()
+        grads = gradients(model, calls)[1]
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    row["calls"] = [sorted(call) for call in calls]
+    row["unrun"] = [n for n in trained if n not in grads]
+    row["verdict"] = "built"
+    return model, calls, row
+
+
+def measure(kind: str, model_type: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The row of one type; on every rank."""
+    try:
+        model, calls, row = prepare(kind, model_type)
+    except Exception as error:
+        return {"verdict": "not built", "error": describe(error)}
+    if args.build_only:
+        return row
+    try:
+        sharded = split_model(model, args).train(model.training)
+        return row | compare(model, sharded, calls)
+    except Exception as error:
+        return row | {"verdict": "raises", "error": describe(error), "trace": traceback.format_exc()[-1500:]}
+
+
+def describe(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+def serve(rank: int, store: str, job: tuple[str, str], args: argparse.Namespace, answers: Any) -> None:
+    """One rank of one type's processes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
+    torch.set_num_threads(1)
+    size = 1 if args.build_only else args.tp
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="localhost", MASTER_PORT="0")
+    if not args.build_only:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    answers.put((rank, measure(*job, args)))
+    answers.close()
+    answers.join_thread()
+    os._exit(0)
+
+
+def run_type(job: tuple[str, str], args: argparse.Namespace) -> dict[str, Any]:
+    """Rank 0's row, or the first that failed; every process is gone when it returns."""
+    context = mp.get_context("fork")
+    answers = context.Queue()
+    size = 1 if args.build_only else args.tp
+    rows: dict[int, dict[str, Any]] = {}
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=serve, args=(r, f"{folder}/store", job, args, answers)) for r in range(size)]
+        for process in ranks:
+            process.start()
+        while len(rows) < size and (left := start + args.timeout - time.monotonic()) > 0:
+            failed = any(row["verdict"] in ("raises", "not built") for row in rows.values())
+            try:
+                rank, row = answers.get(timeout=min(left, 10 if failed else 5))
+                rows[rank] = row
+            except queue.Empty:
+                if failed or not any(process.is_alive() for process in ranks):
+                    break
+        for process in ranks:
+            process.kill()
+            process.join()
+    bad = [row for row in rows.values() if row["verdict"] in ("raises", "not built")]
+    late = {"verdict": "raises", "error": f"no answer from rank(s) {sorted(set(range(size)) - set(rows))} in {args.timeout} s"}
+    row = bad[0] if bad else rows[0] if len(rows) == size else late
+    return {"kind": job[0], "type": job[1], **row, "seconds": round(time.monotonic() - start, 1)}
+
+
+# -- all types -----------------------------------------------------------------------------------------------------------
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", default=",".join(KINDS), help="comma-separated: " + ", ".join(KINDS))
+    parser.add_argument("--types", help="comma-separated model types; all without it")
+    parser.add_argument("--tp", type=int, default=2, help="ranks")
+    parser.add_argument("--impl", choices=["autotp", "transformers"], default="autotp")
+    parser.add_argument("--plan", default="auto", help="plan of autotp.parallelize")
+    parser.add_argument("--build-only", action="store_true", help="build and run the unsharded models only")
+    parser.add_argument("--workers", type=int, default=1, help="types at a time")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds for one type")
+    parser.add_argument("--out", type=Path, default=Path("coverage.jsonl"))
+    return parser.parse_args()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def summarize(rows: list[dict[str, Any]]) -> None:
+    """A table of verdicts by kind, and what is not right."""
+    verdicts = ["pass", "partly", "linear-poor", "wrong", "raises", "not built"]
+    verdicts += sorted({row["verdict"] for row in rows} - set(verdicts))
+    print("kind".ljust(10), *(v.rjust(12) for v in verdicts), "all".rjust(6))
+    for kind in dict.fromkeys(r["kind"] for r in rows):
+        count = collections.Counter(r["verdict"] for r in rows if r["kind"] == kind)
+        print(kind.ljust(10), *(str(count[v]).rjust(12) for v in verdicts), str(count.total()).rjust(6))
+    for row in rows:
+        if row["verdict"] in ("wrong", "raises", "not built"):
+            errors = {k: row[k] for k in ("output_error", "gradient_error", "worst_gradient", "step_error") if k in row}
+            print(f"{row['verdict']}: {row['kind']} {row['type']}: {row.get('error') or errors}"[:300])
+
+
+def main() -> int:
+    args = parse_args()
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    wanted = set(args.types.split(",")) if args.types else None
+    jobs = [(kind, t) for kind in args.kind.split(",") for t in registered(kind) if wanted is None or t in wanted]
+    done = {(row["kind"], row["type"]) for row in read_rows(args.out)}
+    jobs = [job for job in jobs if job not in done]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.open("a") as file:
+        for row in run_all(jobs, args):
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            print(row["kind"], row["type"], row["verdict"], row.get("share", ""), row["seconds"], flush=True)
+    rows = read_rows(args.out)
+    summarize(rows)
+    return int(any(row["verdict"] == "wrong" for row in rows))
+
+
+def run_all(jobs: list[tuple[str, str]], args: argparse.Namespace) -> Any:
+    """Rows of `jobs`, `--workers` at a time."""
+    if args.workers <= 1:
+        yield from (run_type(job, args) for job in jobs)
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(args.workers) as pool:
+        yield from pool.map(lambda job: run_type(job, args), jobs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

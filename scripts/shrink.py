@@ -1,0 +1,386 @@
+"""Tiny random models of every type that transformers registers, made from the type's own config class.
+
+`tiny_config` shrinks a config by the names and values of its fields, sub-configs too, and mends what the config or the
+model then complains of; `tiny_model` builds the model and makes every parameter random.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.models.auto import modeling_auto as auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+KINDS = {
+    "causal": ["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"],
+    "masked": ["MODEL_FOR_MASKED_LM_MAPPING_NAMES"],
+    "seq2seq": ["MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"],
+    "vision": [
+        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+        "MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING_NAMES",
+        "MODEL_FOR_IMAGE_MAPPING_NAMES",
+    ],
+    "audio": [
+        "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+        "MODEL_FOR_CTC_MAPPING_NAMES",
+        "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+    ],
+}
+
+VOCAB = 131
+# Field name (whole) -> small value, for fields that hold an int. The first pattern that fits counts.
+_INTS: list[tuple[str, int]] = [
+    (r"mamba_(d_head|head_dim)|qk_head_dim", 16),
+    (r"(mamba_)?n_groups|num_groups|rotary_dim", 4),
+    (r"upsample_groups", 64),
+    (r"(.*_)?num_filters|n_filters", 4),
+    (r"mm_tokens_per_image", 4),
+    (r"first_k_dense_replace|num_kv_shared_layers|num_mtp_layers", 1),
+    (r"(qk_)?nope_head_dim|qk_rope_head_dim|v_head_dim|.*head_dim|d_kv|kv_channels|.*head_size|d_head|.*head_width", 8),
+    (r"q_lora_rank|.*_lora_rank|.*lora_r", 24),
+    (r".*(moe|expert).*(intermediate|ffn).*|.*expert_dim|moe_.*_size", 32),
+    (r".*intermediate_(size|dim)|.*ffn_(dim|hidden_size)|d_ff|d_inner|n_inner|.*mlp_dim|.*feed_?forward_(dim|size)|ffn_.*size", 96),
+    (r".*(kv|key_value)_heads|num_query_groups", 4),
+    (r".*heads?|n_head|num_attn.*heads", 8),
+    (r"(.*_)?vocab_size_per_layer_input|.*ngram_vocab.*", VOCAB),
+    (r"hidden_size_per_layer_input", 8),
+    (r".*(dim_?ff|dff)|intermediate_size_mlp", 96),
+    (r".*_?offset", 1),
+    (r"attention_chunk_size|.*chunk_length|mem_len", 4),
+    (r".*latents|output_shape", 64),
+    (r"(num|n)_(hidden_)?layers?|.*_layers|.*_num_layers|.*_depth|depth|num_.*_layers", 2),
+    (r".*vocab_size|vocabulary_size", VOCAB),
+    (r"hidden_(size|dim)|.*hidden_size|d_model|n_embd|dim|embed(ding)?_dim|.*embed_dim|embedding_size|.*model_dim|.*_width|width", 64),
+    (r".*max.*position.*|n_positions|n_ctx|max_seq_len.*|seq_len.*|max_source_positions|max_target_positions", 128),
+    (r".*(num|n)_(local_|routed_)?experts|.*num_experts|n_routed_experts", 8),
+    (r".*experts_per_tok.*|.*top_?k.*|moe_topk", 2),
+    (r"n_group|num_expert_groups?", 2),
+    (r"topk_group", 1),
+    (r".*shared_experts?", 1),
+    (r".*(sliding|attention|local)_window.*|window|window_size", 16),
+    (r".*(period|interval|freq|step|pattern|every_n.*)", 2),
+    (r".*(image|img)_size", 32),
+    (r".*patch_size", 8),
+    (r"num_frames", 2),
+    (r"num_labels", 5),
+    (r".*projection_dim|.*proj_dim|.*_dim", 64),
+]
+
+
+def registered(kind: str) -> dict[str, str]:
+    """Model type -> class name, of the types that transformers registers for `kind`."""
+    found: dict[str, str] = {}
+    for mapping in KINDS[kind]:
+        for model_type, name in getattr(auto, mapping).items():
+            found.setdefault(model_type, name if isinstance(name, str) else name[0])
+    return found
+
+
+def _small(name: str, value: Any) -> Any:
+    """What an int field becomes: never larger, but for heads, of which there are 8 where there are several."""
+    for pattern, small in _INTS:
+        if re.fullmatch(pattern, name):
+            return small if value > small or (small == 8 and value > 2 and "head" in name) else value
+    return value
+
+
+class _Shrinker:
+    """Makes the small fields of one config, and of those inside it; token ids keep one meaning throughout."""
+
+    def __init__(self, overrides: dict[str, Any]) -> None:
+        self.overrides = overrides
+        self.ids: dict[str, int] = {}
+
+    def token(self, name: str, value: int) -> int:
+        """A special id inside the small vocabulary, the same wherever the name occurs."""
+        if value < 100:
+            return value
+        return self.ids.setdefault(name, VOCAB - 1 - len(self.ids))
+
+    def shrink(self, config: PreTrainedConfig, extra: dict[str, Any] | None = None) -> PreTrainedConfig:
+        """A new config of the same class with small fields."""
+        fields = own_fields(config)
+        small = {name: self.field(name, value, fields) for name, value in fields.items()}
+        small |= self.depth(fields, small)
+        small |= {k: v for k, v in self.overrides.items() if k in fields and not (isinstance(fields[k], PreTrainedConfig) and isinstance(v, dict))}
+        small |= next((v for k, v in _HIDDEN.items() if config.model_type.startswith(k)), {}) | (extra or {})
+        return type(config)(**{k: v for k, v in small.items() if v is not None or fields.get(k) is None})
+
+    def field(self, name: str, value: Any, fields: dict[str, Any]) -> Any:
+        if isinstance(value, PreTrainedConfig):
+            inner = self.overrides.get(name)
+            nested = _Shrinker({**self.overrides, **inner} if isinstance(inner, dict) else self.overrides)
+            nested.ids = self.ids
+            known = own_fields(value)
+            return nested.shrink(value, {k: v for k, v in (inner or {}).items() if k not in known} if isinstance(inner, dict) else None)
+        if value is None and name in ("image_token_id", "audio_token_id"):
+            return self.token(name, 1000)
+        if value is None and name in _UNSET:
+            return _UNSET[name]
+        if "key_value_heads" in name and "kv_lora_rank" in fields:  # one key a head, rebuilt from the low rank
+            return 8
+        if name == "head_dim" and "expand" in fields:
+            return 16
+        if re.search(r"token(_id|_index|_ids)$", name) and "num" not in name:
+            if type(value) is int:
+                return self.token(name, value)
+            return [self.token(name, v) for v in value[:1]] if isinstance(value, list | tuple) and value else value
+        if type(value) is int:
+            heads = fields.get("num_heads")
+            if name == "embed_dim" and isinstance(heads, list | tuple):
+                return 8 * heads[0]
+            return _small(name, value)
+        if isinstance(value, list | tuple) and value and all(type(v) is int for v in value):
+            return self.ints(name, list(value), fields)
+        if isinstance(value, dict) and name.startswith("rope"):
+            return _small_rope(value)
+        if name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop") or ("drop" in name and type(value) is float):
+            return 0.0
+        return value
+
+    def ints(self, name: str, value: list[int], fields: dict[str, Any]) -> list[int]:
+        """A list of ints: depths, widths of the stages, a size, or something to be left alone."""
+        if re.fullmatch(r"depths?|.*_depths|num_blocks|layers|stage_num(b|_)?.*", name):
+            return [min(v, 2) for v in value]
+        if re.search(r"image_size|input_size|img_size", name):
+            return [min(v, 32) for v in value]
+        heads = next((v for k, v in fields.items() if "heads" in k and isinstance(v, list | tuple)), None)
+        if re.search(r"hidden_sizes|embed_dims?|dims?$|channels|widths", name) and max(value) > 64:
+            if heads and len(heads) == len(value):
+                return [8 * h for h in heads]
+            return [max(8, -(-v * 64 // max(value) // 8) * 8) for v in value]
+        return value
+
+    def depth(self, fields: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
+        """Layers enough for every kind of layer that the lists of one entry a layer name."""
+        name = next((n for n in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if type(fields.get(n)) is int), None)
+        if name is None or fields[name] < 2:
+            return {}
+        lists = {
+            k: list(v)
+            for k, v in fields.items()
+            if isinstance(v, list | tuple) and len(v) == fields[name] and not isinstance(v[0], list | tuple)
+        }
+        lists = {k: [_small(k, x) if type(x) is int else x for x in v] for k, v in lists.items()}
+        kinds = dict.fromkeys(zip(*({k: v for k, v in lists.items() if v != list(range(len(v)))}).values(), strict=True))
+        rows = list(kinds) if lists else []
+        names = [k for k, v in lists.items() if v != list(range(len(v)))]
+        count = max(2, len(rows))
+        rows = (rows * count)[:count]
+        out: dict[str, Any] = {name: count}
+        out |= {k: [row[i] for row in rows] for i, k in enumerate(names)}
+        out |= {k: list(range(count)) for k in lists if k not in names}
+        return out
+
+
+def own_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields that the config's class adds, with the labels left out."""
+    base = {f.name for f in dataclasses.fields(PreTrainedConfig)}
+    held = config.__dict__
+    names = [f.name for f in dataclasses.fields(config) if f.name not in base and f.init]
+    return {name: held.get(name, held.get(config.attribute_map.get(name, name))) for name in names}
+
+
+def _small_rope(value: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings for heads of 8."""
+    out: dict[str, Any] = {}
+    for key, entry in value.items():
+        if isinstance(entry, dict):
+            out[key] = _small_rope(entry)
+        elif key == "mrope_section":
+            out[key] = [2, 1, 1][: len(entry)]
+        elif key in ("short_factor", "long_factor"):
+            out[key] = [1.0] * 4
+        elif key == "original_max_position_embeddings":
+            out[key] = 64
+        else:
+            out[key] = entry
+    return out
+
+
+# Fields whose default leaves them to be derived, or to the checkpoint.
+_UNSET = {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "vocab_size": VOCAB,
+}
+# What no rule can know, by model type: given to the config class over everything else.
+# Arguments that a config takes without declaring them, by the start of its type.
+_HIDDEN: dict[str, dict[str, Any]] = {
+    "gemma4": {"global_head_dim": 8},
+    "dots3_note": {
+        "swa_num_attention_heads": 8,
+        "swa_num_key_value_heads": 8,
+        "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 24,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+    },
+}
+_NOT_FIELDS = ("num_key_value_heads", "yes_token_index", "no_token_index", "use_timm_backbone")
+_BACKBONE = {
+    "use_timm_backbone": False,
+    "backbone_config": CONFIG_MAPPING["resnet"](
+        embedding_size=8, hidden_sizes=[8, 16, 32, 64], depths=[1, 1, 1, 1], out_features=["stage2", "stage3", "stage4"]
+    ),
+}
+_INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4}
+_GIVEN: dict[str, dict[str, Any]] = {
+    "blt": {"hidden_size_global": 128, "global_config": {"hidden_size": 128, "num_attention_heads": 16}},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+            "full_attention": None,
+        },
+    },
+    "conditional_detr": _BACKBONE,
+    "dab-detr": _BACKBONE,
+    "deformable_detr": _BACKBONE,
+    "detr": _BACKBONE,
+    "table-transformer": _BACKBONE,
+    "donut-swin": {"image_size": 64, "window_size": 2},
+    "swin": {"image_size": 64, "window_size": 2},
+    "efficientnet": {
+        "width_coefficient": 0.25,
+        "in_channels": [32, 16, 24, 40, 80, 112, 192],
+        "out_channels": [16, 24, 40, 80, 112, 192, 320],
+        "hidden_dim": 320,
+    },
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
+    "hgnet_v2": {
+        "stem_channels": [3, 8, 8],
+        "stage_in_channels": [8, 16, 32, 64],
+        "stage_mid_channels": [8, 8, 16, 16],
+        "stage_out_channels": [16, 32, 64, 64],
+    },
+    "llama4": {"vision_config": {"intermediate_size": 256}},
+    "mllama": {"vision_config": {"intermediate_layers_indices": [0, 1]}},
+    "depth_pro": {"patch_size": 32, "image_size": 32, "intermediate_hook_ids": [1, 0]},
+    "textnet": {"stem_out_channels": 8},
+    "cvt": {"embed_dim": [8, 24, 48], "depth": [1, 2, 3]},
+    "voxtral": {"audio_config": {"intermediate_size": 256}},
+    "moonshine_streaming": {"num_key_value_heads": 8},
+    "moonshine": {"encoder_num_key_value_heads": 8, "decoder_num_key_value_heads": 8},
+    "shieldgemma2": {"yes_token_index": 5, "no_token_index": 6},
+    "dbrx": {"attn_config": {"kv_n_heads": 4, "clip_qkv": 8.0, "rope_theta": 1e4}},
+    "dory": {
+        "num_hidden_layers": 3,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 1,
+        "n_output_layers": 1,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "dots3_note": {"adapter_input_size": 64, "adapter_merge_size": 2},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
+    "gemma4_assistant": {
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "num_hidden_layers": 2,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "output_hidden_states": True,
+            "vocab_size": VOCAB,
+            "use_double_wide_mlp": False,
+        }
+    },
+    "gemma4_unified_assistant": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "granite_speech5_ctc": {"num_key_value_heads": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "qwen4_exp": _INDEXER,
+    "qwen4_exp_text": _INDEXER,
+    "reformer": {
+        "axial_pos_embds_dim": [16, 48],
+        "axial_pos_shape": [4, 8],
+        "attn_layers": ["local", "lsh"],
+        "hash_seed": 0,
+        "num_buckets": 2,
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 16,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    },
+}
+# Tried one after another where a config or a model refuses the plain small fields.
+_RETRIES: list[dict[str, Any]] = [
+    {},
+    {"num_key_value_heads": 8},
+    {"head_dim": None},
+]
+
+
+def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
+    """The small config of `model_type`."""
+    cls = CONFIG_MAPPING[model_type]
+    given = _GIVEN.get(model_type, {}) | overrides
+    try:
+        default = cls()
+    except Exception:
+        default = cls(**given)
+    fields = own_fields(default)
+    return _Shrinker(given).shrink(default, {k: v for k, v in given.items() if k in _NOT_FIELDS and k not in fields})
+
+
+def tiny_model(model_type: str, kind: str, seed: int = 0) -> nn.Module:
+    """A tiny random float32 model, every parameter random, in evaluation.
+
+    Raises:
+        the first error of building it, if no way of shrinking its config helps.
+    """
+    cls = getattr(transformers, registered(kind)[model_type])
+    first: Exception | None = None
+    for retry in _RETRIES:
+        try:
+            config = tiny_config(model_type, **retry)
+            if kind == "causal" and not config.is_encoder_decoder and "is_decoder" in own_fields(config):
+                config.is_decoder = True
+            config = matching(config, cls)
+            torch.manual_seed(seed)
+            model = cls._from_config(config, dtype=torch.float32)
+        except Exception as error:  # whatever the config or the model says: another way of shrinking may help
+            first = first or error
+            continue
+        return randomize(model, seed).eval()
+    raise first
+
+
+def matching(config: PreTrainedConfig, cls: type) -> PreTrainedConfig:
+    """The config that `cls` takes: `config` itself or the one inside it, as `AutoModel` finds it."""
+    wanted = getattr(cls, "config_class", None)
+    if wanted is None or isinstance(config, wanted):
+        return config
+    inside = [v for v in vars(config).values() if isinstance(v, wanted)]
+    return inside[0] if inside else config
+
+
+def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Give every parameter random values: 1-D ones a little beside their own, others N(0, 0.1)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.add_(noise) if parameter.ndim <= 1 else parameter.copy_(noise)
+    return model
