@@ -209,10 +209,15 @@ def split_model(model: nn.Module, args: argparse.Namespace) -> nn.Module:
     """A sharded copy of `model`, by autotp or by transformers' own plan."""
     if args.impl == "autotp":
         return autotp.parallelize(copy.deepcopy(model), dist.group.WORLD, plan=args.plan)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+    with tempfile.TemporaryDirectory() as own:
+        box = [own]
+        dist.broadcast_object_list(box, src=0)
+        if dist.get_rank() == 0:
+            model.save_pretrained(own)
         dist.barrier()
-        return type(model).from_pretrained(folder, tp_plan="auto", dtype=torch.float32).eval()
+        loaded = type(model).from_pretrained(box[0], tp_plan="auto", dtype=torch.float32)
+        dist.barrier()
+        return loaded.eval()
 
 
 def prepare(kind: str, model_type: str) -> tuple[nn.Module, list[dict[str, Any]], dict[str, Any]]:

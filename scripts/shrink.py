@@ -45,18 +45,18 @@ _INTS: list[tuple[str, int]] = [
     (r"(qk_)?nope_head_dim|qk_rope_head_dim|v_head_dim|.*head_dim|d_kv|kv_channels|.*head_size|d_head|.*head_width", 8),
     (r"q_lora_rank|.*_lora_rank|.*lora_r", 24),
     (r".*(moe|expert).*(intermediate|ffn).*|.*expert_dim|moe_.*_size", 32),
-    (r".*intermediate_(size|dim)|.*ffn_(dim|hidden_size)|d_ff|d_inner|n_inner|.*mlp_dim|.*feed_?forward_(dim|size)|ffn_.*size", 96),
+    (r".*intermediate_(size|dim)|.*ffn_(dim|hidden_size)|ffn_.*size|.*feed_?forward_(dim|size)", 96),
+    (r"d_ff|d_inner|n_inner|.*mlp_dim|.*(dim_?ff|dff)|intermediate_size_mlp", 96),
     (r".*(kv|key_value)_heads|num_query_groups", 4),
     (r".*heads?|n_head|num_attn.*heads", 8),
-    (r"(.*_)?vocab_size_per_layer_input|.*ngram_vocab.*", VOCAB),
+    (r"(.*_)?vocab_size_per_layer_input|.*ngram_vocab.*|.*group_vocab", VOCAB),
     (r"hidden_size_per_layer_input", 8),
-    (r".*(dim_?ff|dff)|intermediate_size_mlp", 96),
     (r".*_?offset", 1),
-    (r"attention_chunk_size|.*chunk_length|mem_len", 4),
+    (r"attention_chunk_size|(local|lsh)_attn_chunk_length|mem_len", 4),
     (r".*latents|output_shape", 64),
     (r"(num|n)_(hidden_)?layers?|.*_layers|.*_num_layers|.*_depth|depth|num_.*_layers", 2),
     (r".*vocab_size|vocabulary_size", VOCAB),
-    (r"hidden_(size|dim)|.*hidden_size|d_model|n_embd|dim|embed(ding)?_dim|.*embed_dim|embedding_size|.*model_dim|.*_width|width", 64),
+    (r".*hidden_size|hidden_dim|d_model|.*model_dim|n_embd|embedding_size|.*_width|width|dim", 64),
     (r".*max.*position.*|n_positions|n_ctx|max_seq_len.*|seq_len.*|max_source_positions|max_target_positions", 128),
     (r".*(num|n)_(local_|routed_)?experts|.*num_experts|n_routed_experts", 8),
     (r".*experts_per_tok.*|.*top_?k.*|moe_topk", 2),
@@ -108,17 +108,19 @@ class _Shrinker:
         fields = own_fields(config)
         small = {name: self.field(name, value, fields) for name, value in fields.items()}
         small |= self.depth(fields, small)
-        small |= {k: v for k, v in self.overrides.items() if k in fields and not (isinstance(fields[k], PreTrainedConfig) and isinstance(v, dict))}
+        nested = {k for k, v in self.overrides.items() if isinstance(v, dict) and isinstance(fields.get(k), PreTrainedConfig)}
+        small |= {k: v for k, v in self.overrides.items() if k in fields and k not in nested}
         small |= next((v for k, v in _HIDDEN.items() if config.model_type.startswith(k)), {}) | (extra or {})
         return type(config)(**{k: v for k, v in small.items() if v is not None or fields.get(k) is None})
 
     def field(self, name: str, value: Any, fields: dict[str, Any]) -> Any:
         if isinstance(value, PreTrainedConfig):
             inner = self.overrides.get(name)
-            nested = _Shrinker({**self.overrides, **inner} if isinstance(inner, dict) else self.overrides)
+            inner = inner if isinstance(inner, dict) else {}
+            nested = _Shrinker(self.overrides | inner)
             nested.ids = self.ids
             known = own_fields(value)
-            return nested.shrink(value, {k: v for k, v in (inner or {}).items() if k not in known} if isinstance(inner, dict) else None)
+            return nested.shrink(value, {k: v for k, v in inner.items() if k not in known})
         if value is None and name in ("image_token_id", "audio_token_id"):
             return self.token(name, 1000)
         if value is None and name in _UNSET:
@@ -213,7 +215,6 @@ _UNSET = {
     "n_shared_experts": 1,
     "vocab_size": VOCAB,
 }
-# What no rule can know, by model type: given to the config class over everything else.
 # Arguments that a config takes without declaring them, by the start of its type.
 _HIDDEN: dict[str, dict[str, Any]] = {
     "gemma4": {"global_head_dim": 8},
@@ -227,6 +228,7 @@ _HIDDEN: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 8,
     },
 }
+# Of `_GIVEN`, what the type's config takes without declaring it.
 _NOT_FIELDS = ("num_key_value_heads", "yes_token_index", "no_token_index", "use_timm_backbone")
 _BACKBONE = {
     "use_timm_backbone": False,
@@ -235,6 +237,7 @@ _BACKBONE = {
     ),
 }
 _INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4}
+# What no rule can know, by model type: it goes over everything else, in the configs inside too.
 _GIVEN: dict[str, dict[str, Any]] = {
     "blt": {"hidden_size_global": 128, "global_config": {"hidden_size": 128, "num_attention_heads": 16}},
     "cohere_compass_text": {
@@ -257,6 +260,7 @@ _GIVEN: dict[str, dict[str, Any]] = {
         "out_channels": [16, 24, 40, 80, 112, 192, 320],
         "hidden_dim": 320,
     },
+    "focalnet": {"embed_dim": 16},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
     "hgnet_v2": {
         "stem_channels": [3, 8, 8],
@@ -274,6 +278,7 @@ _GIVEN: dict[str, dict[str, Any]] = {
     "moonshine": {"encoder_num_key_value_heads": 8, "decoder_num_key_value_heads": 8},
     "shieldgemma2": {"yes_token_index": 5, "no_token_index": 6},
     "dbrx": {"attn_config": {"kv_n_heads": 4, "clip_qkv": 8.0, "rope_theta": 1e4}},
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "dory": {
         "num_hidden_layers": 3,
         "n_input_layers": 1,
@@ -307,6 +312,9 @@ _GIVEN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "phi4_multimodal": {
+        "audio_config": {"ext_pw_out_channel": 64, "depthwise_separable_out_channel": 64, "nemo_conv_channels": 64}
+    },
     "qwen4_exp": _INDEXER,
     "qwen4_exp_text": _INDEXER,
     "reformer": {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +11,11 @@ from torch import nn
 
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError, ProofError
-from .discover import Discovery, class_of
+from .discover import Discovery, class_of, move_name, share_of
 from .examples import make_examples
 from .placement import Placement
-from .plan import ModulePlan, Plan, Region
+from .norms import find_norms
+from .plan import ModulePlan, NormPlan, Plan, Region
 from .prove import Reference, make_reference, prove
 from .record import Record, Recorder, Shadow
 from .regions import FoundRegion
@@ -78,17 +79,6 @@ def _record_runs(shadow: Shadow, model: nn.Module, inputs: Any) -> Runs:
     return Runs(shadow, calls, records)
 
 
-def more_records(runs: Runs, draws: int = 4) -> list[Record]:
-    """The same calls with other random values: what was zero by chance (a dead ReLU, a sparse gate) is not zero again."""
-    records = []
-    for draw in range(draws):
-        for number, call in enumerate(runs.calls):
-            recorder = Recorder(runs.shadow, 1000 + draw * len(runs.calls) + number)
-            recorder.run(call)
-            records.append(recorder.record)
-    return records
-
-
 class Planner:
     """Puts regions together into a plan and proves it; a region that does not run gets attribute edits, or is left out."""
 
@@ -97,6 +87,7 @@ class Planner:
         self.placement = Placement(self.discovery.tables, tp_size)
         self.tp_size, self.blocked = tp_size, blocked
         self.runs, self.assemble, self.rewrite = runs, assemble, rewrite
+        self.norms: dict[str, NormPlan] = {}
         self.references = runs.references()
         self.reasons: dict[str, str] = {}
         self.edits: dict[str, dict[str, tuple[Any, ...]]] = {}  # module -> attribute -> values
@@ -104,9 +95,13 @@ class Planner:
     def plan(self) -> Plan:
         """The plan of all regions that prove."""
         self.discovery.choose()
+        self._choose_with_norms()
         if any(refusal.reason == "dead columns" for refusal in self.discovery.refused.values()):
-            self.discovery = Discovery(self.runs.shadow, [*self.runs.records, *more_records(self.runs)], self.tp_size, self.blocked)
-            self.placement = Placement(self.discovery.tables, self.tp_size)
+            seeds = range(1000, 1000 + 4 * len(self.runs.calls))  # zero by chance (a sparse gate) is not zero again
+            more = [self._record(self.runs.calls[seed % len(self.runs.calls)], seed, self.norms) for seed in seeds]
+            records = [*self.discovery.tables.records, *more]
+            self.discovery = Discovery(self.runs.shadow, records, self.tp_size, self.blocked)
+            self.placement = Placement(self.discovery.tables, self.tp_size, self.norms)
             self.discovery.choose()
         kept = self._prove_all()
         for seed, refusal in self.discovery.refused.items():
@@ -116,6 +111,23 @@ class Planner:
                 self.reasons.setdefault(key[0], "too small a region to be worth an all-reduce")
         return replace(self.build(kept), proof="proved")
 
+    def _choose_with_norms(self) -> None:
+        """Again with norms over a whole width seen as elementwise; kept if more is split that way."""
+        norms = find_norms(self.discovery.tables)
+        if not norms:
+            return
+        records = [self._record(call, number, norms) for number, call in enumerate(self.runs.calls)]
+        other = Discovery(self.runs.shadow, records, self.tp_size, self.blocked)
+        other.choose()
+        if share_of(other.regions, other.tables) > share_of(self.discovery.regions, self.discovery.tables):
+            self.discovery, self.norms = other, norms
+            self.placement = Placement(other.tables, self.tp_size, norms)
+
+    def _record(self, call: dict[str, Any], seed: int, norms: Iterable[str] = ()) -> Record:
+        recorder = Recorder(self.runs.shadow, seed, norms)
+        recorder.run(call)
+        return recorder.record
+
     def build(self, regions: Sequence[FoundRegion]) -> Plan:
         """The plan of `regions`, not proved yet.
 
@@ -124,17 +136,9 @@ class Planner:
         """
         modules, listed = self.placement.place(regions)
         for name, attrs in self.edits.items():
-            if name in self._scopes(regions):
-                base = modules.get(name, ModulePlan(name, "local_params", source="discovered"))
-                modules[name] = replace(base, attrs=attrs)
+            base = modules.get(name, ModulePlan(name, "local_params", source="discovered"))
+            modules[name] = replace(base, attrs=attrs)
         return self.assemble(modules, listed, self.reasons)
-
-    def _scopes(self, regions: Sequence[FoundRegion]) -> set[str]:
-        found: set[str] = set()
-        for region in regions:
-            scope = self.placement.scope(region)
-            found |= {name for name in self.placement.modules if name == scope or name.startswith(f"{scope}.") or not scope}
-        return found
 
     def attempt(self, regions: Sequence[FoundRegion]) -> None:
         """Build and prove.
@@ -180,12 +184,11 @@ class Planner:
             found = Search(self.placement, regions[0], self.build(regions[:1]), self.references, self.rewrite).run()
             if not found:
                 raise
-        before = dict(self.edits)
-        first = self.placement.scope(regions[0])
+        before = {name: dict(attrs) for name, attrs in self.edits.items()}
+        first = next(iter(regions[0].rows))
         for region in regions:
-            scope = self.placement.scope(region)
             for (name, key), values in found.items():
-                self.edits.setdefault(scope + name[len(first) :], {})[key] = values
+                self.edits.setdefault(move_name(name, first[0], next(iter(region.rows))[0]), {})[key] = values
         try:
             self.attempt([*kept, *regions])
         except (ProofError, PlanError):

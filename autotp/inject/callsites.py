@@ -10,13 +10,15 @@ lines, with its own globals and cells, and lives in a subclass made for the one 
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ class CallSite:
 
     Attributes:
         filename, first_line: of the function that makes the call; function: `module:qualified name` of it.
-        span: of the call in the file; code: the running code object.
+        span: of the call in the file; code: the running code object; scope: the globals it reads.
         owner: the module whose method is running; None outside any.
     """
 
@@ -47,12 +49,26 @@ class CallSite:
     first_line: int
     span: Span
     code: CodeType = field(repr=False, compare=False)
+    scope: dict[str, Any] = field(repr=False, compare=False)
     owner: nn.Module | None = field(repr=False, compare=False, default=None)
 
     def text(self) -> str:
         """The call as written, on one line; empty where the source is not at hand."""
         node = find_node(self.filename, self.span)
         return "" if node is None else ast.unparse(node)
+
+    def operand(self, position: int) -> str:
+        """The name, for a fix that narrows, of the torch function's argument at `position`: the tensor of a method is 0."""
+        node = find_node(self.filename, self.span)
+        if not isinstance(node, ast.Call):
+            return ("left", "right")[position]
+        first = node.func
+        while isinstance(first, ast.Attribute):
+            first = first.value
+        named = isinstance(first, ast.Name) and isinstance(self.scope.get(first.id), ModuleType)
+        if named or isinstance(node.func, ast.Name):
+            return str(position)
+        return "left" if position == 0 else str(position - 1)
 
     def fix(self, kind: str, **how: Any) -> ShapeFix:
         """A fix of this call; `how` are the fields of ShapeFix that its kind reads."""
@@ -124,24 +140,29 @@ def find_call_site(skip_prefixes: Sequence[str] = ()) -> CallSite | None:
     if line is None or end_line is None or column is None or end_column is None:
         return None
     function = f"{frame.f_globals.get('__name__', '')}:{code.co_qualname}"
-    return CallSite(code.co_filename, function, code.co_firstlineno, (line, end_line, column, end_column), code, _owner(frame))
+    span = (line, end_line, column, end_column)
+    return CallSite(code.co_filename, function, code.co_firstlineno, span, code, frame.f_globals, _owner(frame))
 
 
 def _owner(frame: Any) -> nn.Module | None:
+    """The module of the innermost running method, else of the running forward; a helper may be handed another module."""
+    outermost = None
     while frame is not None and frame.f_code.co_name != "_call_impl":
-        if frame.f_code.co_argcount:
-            first = frame.f_locals.get(frame.f_code.co_varnames[0])
-            if isinstance(first, nn.Module):
-                return first
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(first, nn.Module):
+            outermost = first
+            if any(code.co_qualname.startswith(f"{base.__qualname__}.") for base in type(first).__mro__):
+                break
         frame = frame.f_back
-    return None
+    return outermost
 
 
 def apply_fixes(module: nn.Module, fixes: Sequence[ShapeFix], rank: int, name: str = "") -> Callable[..., Any]:
     """Rewrite the calls of `fixes` for `rank` in `module`, and in nothing else, and return its new bound forward.
 
     Its class becomes a subclass of the same name, with the methods that hold a call or lead to one; `plain_class` there is
-    the class it had. Fixes of a module that has some already are to be handed over together, after `remove_fixes`.
+    the class it had. All fixes of a module are to be handed over together.
 
     Raises:
         PlanError: a call is not found, or no path of plain Python functions leads from the module's methods to it.
@@ -151,14 +172,23 @@ def apply_fixes(module: nn.Module, fixes: Sequence[ShapeFix], rank: int, name: s
         raise PlanError(f"{name}: its forward was replaced already, so its source is not what runs. Undo that first.")
     if not fixes:
         return module.forward
+    try:
+        module.__class__ = _fixed_class(cls, json.dumps([fix.to_json() for fix in fixes]), rank)
+    except PlanError as error:
+        raise PlanError(f"{name}: {error}") from None
+    return module.forward
+
+
+@functools.lru_cache(maxsize=256)
+def _fixed_class(cls: type, fixes_json: str, rank: int) -> type:
+    """One class for all modules alike, so that what is compiled for one layer serves the next."""
+    fixes = tuple(ShapeFix.from_json(data) for data in json.loads(fixes_json))
     grouped: dict[tuple[str, Span], list[ShapeFix]] = {}
     for fix in fixes:
         grouped.setdefault((fix.function, fix.span), []).append(fix)
-    rewrites = [_rewrite_of(group, rank, name) for group in grouped.values()]
-    methods = rewrite_methods(cls, rewrites, name)
+    methods = rewrite_methods(cls, [_rewrite_of(group, rank) for group in grouped.values()])
     added = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "plain_class": cls}
-    module.__class__ = type(cls.__name__, (cls,), {**added, "call_site_fixes": tuple(fixes), **methods})
-    return module.forward
+    return type(cls.__name__, (cls,), {**added, "call_site_fixes": fixes, **methods})
 
 
 def remove_fixes(module: nn.Module) -> None:
@@ -177,14 +207,14 @@ def remove_fixes(module: nn.Module) -> None:
 # -- the rewritten calls: what each becomes, and the small functions they run -------------------------------------------
 
 
-def _rewrite_of(fixes: list[ShapeFix], rank: int, name: str) -> Rewrite:
+def _rewrite_of(fixes: list[ShapeFix], rank: int) -> Rewrite:
     """One call's change: several fixes of one call must be of the kinds that add up."""
     first = fixes[0]
     make = {"shape": _fix_shape, "split": _fix_split, "narrow": _fix_narrow, "argument": _fix_argument}.get(first.kind)
     alike = all(fix.kind == first.kind and (first.kind != "split" or fix == first) for fix in fixes)
     if make is None or not alike:
         kinds = sorted({fix.kind for fix in fixes})
-        raise PlanError(f"{name}: `{first.text}` (line {first.span[0]}) can't have the fixes {kinds} together. Leave it whole.")
+        raise PlanError(f"`{first.text}` (line {first.span[0]}) can't have the fixes {kinds} together. Leave it whole.")
     return Rewrite(first.function, first.span, first.text, lambda node, give: make(node, give, fixes, rank))
 
 
@@ -224,6 +254,8 @@ def edit_shape(shape: Sequence[Any], edits: Sequence[tuple[int, int, int]]) -> t
     """`shape` with the sizes of `edits`: `(axis, full, local)`, the largest `full` first; 0 replaces any number but -1."""
     result, written = list(shape), list(shape)
     for axis, full, local in edits:
+        if not -len(result) <= axis < len(result):  # another form of the call
+            continue
         if written[axis] != -1 and (full == 0 or written[axis] % full == 0):
             result[axis] = local if full == 0 else written[axis] // full * local
             written[axis] = -1  # an axis is edited once

@@ -89,17 +89,29 @@ def class_of(tables: Tables, key: SiteKey) -> tuple:
     return fold_name(key[0]), key[1], site.shape
 
 
+def move_name(name: str, seed: str, other: str) -> str:
+    """`name`, which stands to `seed` as the result stands to `other`, a name that differs from `seed` in layer numbers."""
+    old, new, parts = seed.split("."), other.split("."), name.split(".")
+    for i, (a, b) in enumerate(zip(old, new, strict=True)):
+        if a != b and parts[: i + 1] == old[: i + 1]:
+            return ".".join([*new[: i + 1], *move_rest(parts[i + 1 :], old[i + 1 :], new[i + 1 :])])
+    return name
+
+
+def move_rest(parts: list[str], old: list[str], new: list[str]) -> list[str]:
+    """The same below the first part that differs."""
+    for i, (a, b) in enumerate(zip(old, new, strict=True)):
+        if parts[i : i + 1] != [a]:
+            return parts
+        parts = [*parts[:i], b, *parts[i + 1 :]]
+    return parts
+
+
 def translate(tables: Tables, region: FoundRegion, seed: SiteKey, other: SiteKey) -> FoundRegion | None:
     """`region`, found around `seed`, moved to `other`, a site of the same class; None if the sites there connect otherwise."""
-    old, new = seed[0].split("."), other[0].split(".")
-    places = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
 
     def move(key: SiteKey) -> SiteKey:
-        parts = key[0].split(".")
-        for i in places:
-            if parts[: i + 1] == old[: i + 1]:
-                parts = [*new[: i + 1], *parts[i + 1 :]]
-        return ".".join(parts), key[1]
+        return move_name(key[0], seed[0], other[0]), key[1]
 
     moved = FoundRegion(
         {move(k): v for k, v in region.rows.items()}, {move(k): v for k, v in region.cols.items()}, {}, region.units, region.notes

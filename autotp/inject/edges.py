@@ -58,6 +58,10 @@ def plan_edges(
     if output.bias is not None:
         shards["bias"] = Shard.even(output.bias.shape, 0, tp_size)
     edges[name_out] = ModulePlan(name_out, "colwise_gather_output", shards, source=source, why="vocabulary")
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner, _, leaf = name.rpartition(".")
+        if parameter is output.bias and owner != name_out:  # the same tensor under another name, as in BERT's heads
+            edges[owner] = ModulePlan(owner, "local_params", {leaf: shards["bias"]}, source=source, why="vocabulary")
     return edges, name_out
 
 

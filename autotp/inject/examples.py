@@ -20,6 +20,7 @@ Call = dict[str, Any]
 Recipe = tuple[tuple[str, ...], dict[str, Any]]  # the inputs of a call, and how they are to be read
 _IMAGES = ("pixel_values", "pixel_values_videos", "pixel_values_images")
 _SOUNDS = ("input_features", "input_values", "audio_values", "audio_input_features")
+_BINS = ("num_mel_bins", "n_mels", "input_feat_per_channel", "input_dim", "feature_projection_input_dim", "input_size")
 _SOUND_MASKS = ("input_features_mask", "feature_attention_mask", "padding_mask")
 _PRIMARY = ("input_ids", "inputs", *_IMAGES, *_SOUNDS, "past_values", "sample", "inputs_embeds")
 _CROSS = re.compile(r"(cross_?att|encoder_attn|EncDecAttention)[^.]*\.(.*\.)?(k(ey|v)?(_proj)?|c_attn)$", re.IGNORECASE)
@@ -29,7 +30,10 @@ _COMPANIONS = {
         *("attention_mask", "decoder_input_ids", "use_cache"),
         *("bbox", "langs", "global_attention_mask", "shared_kv_states"),
     ),
-    "pixel_values": ("decoder_input_ids", "spatial_shapes", "image_grid_thw", "image_sizes"),
+    "pixel_values": (
+        *("decoder_input_ids", "spatial_shapes", "image_grid_thw", "image_sizes"),
+        *("aspect_ratio_ids", "aspect_ratio_mask"),
+    ),
     "spatial_shapes": ("pixel_attention_mask",),
     "pixel_values_videos": ("video_grid_thw",),
     "input_features": ("decoder_input_ids", "use_cache"),
@@ -144,7 +148,7 @@ class _Maker:
     def decoder_input_ids(self) -> Tensor:
         books = self.variant.get("decoder_codebooks")
         high = _first(_part(self.config, "decoder_config", "decoder", "text_config") or self.config, "vocab_size")
-        return self.tokens(self.batch, self.length - 2, *([books] if books else []), high=high)
+        return self.tokens(self.batch, max(2, self.length - 2), *([books] if books else []), high=high)
 
     def pixel_values(self) -> Tensor:
         high, wide = self.image_size()
@@ -167,10 +171,7 @@ class _Maker:
         return self.channels() * time * _pair(_first(self.vision, "patch_size", default=16))[0] ** 2
 
     def input_features(self) -> Tensor:
-        bins = int(
-            _first(self.audio, "num_mel_bins", "n_mels", "input_feat_per_channel", "input_dim", "feature_projection_input_dim", "input_size")
-            or _first(self.config, "num_mel_bins", "feature_size", default=80)
-        )
+        bins = int(_first(self.audio, *_BINS) or _first(self.config, "num_mel_bins", "feature_size", default=80))
         bins *= self.variant.get("stacked_frames", 1)
         frames = self.variant.get("sound_length") or 2 * int(_first(self.audio, "max_source_positions", default=32))
         return self.normal(self.batch, *((bins, frames) if self.variant.get("bins_first", True) else (frames, bins)))
@@ -227,6 +228,9 @@ class _Maker:
                 call[name] = value
         if "attention_mask" in call and "input_ids" in call:
             call["attention_mask"] = self.ones(*call["input_ids"].shape[:2])
+        if "mm_token_type_ids" in self.parameters and self.variant.get("media_id") is not None:
+            kind = 2 if "pixel_values_videos" in inputs else 1
+            call["mm_token_type_ids"] = (call["input_ids"] == self.variant["media_id"]).long() * kind
         sound = next((call[name] for name in _SOUNDS if name in call), None)
         for name in _SOUND_MASKS:
             if sound is not None and name in self.parameters:
@@ -331,6 +335,7 @@ def _image_variants(config: Any) -> list[dict[str, Any]]:
     shapes = [{"frames": f, "image_size": s} for f in clips for s in (None, 32, 64, 128, 224)]
     tiles = _first(config, "max_num_tiles")
     shapes += [{"tiles": tiles}] if tiles else []
+    shapes += [{"frames": f, "without": ("image_sizes",)} for f in clips]
     return [*shapes, {"packed": True}, {"patches": True}, {"frames": 1}, {"frames": 2}]
 
 
@@ -463,16 +468,18 @@ def _try(model: nn.Module, recipe: Recipe, sizes: tuple[int, int, int], run: Cal
         except Exception as error:  # any failure means: not this call
             errors.append(error)
             if "media_id" in variant and "told" not in variant:
-                waiting += [{**variant, **other, "told": True} for other in _told(str(error), sizes)]
+                others = _told(str(error), sizes, _Maker(model, *sizes, variant).width())
+                waiting += [{**variant, **other, "told": True} for other in others]
     return None
 
 
-def _told(error: str, sizes: tuple[int, int, int]) -> list[dict[str, Any]]:
-    """What a model's complaint says about the number of ids that a text must hold for the picture or sound beside it."""
+def _told(error: str, sizes: tuple[int, int, int], width: int) -> list[dict[str, Any]]:
+    """What a model's complaint says about the ids that a text must hold for the picture or sound beside it."""
     batch, length, _ = sizes
-    if counts := re.search(r"tokens?:? *(\d+).*?features:? *(\d+)", error, re.DOTALL):
-        each = max(1, int(counts[2]) // batch)
-        return [{"media_tokens": each * times} for times in range(1, 65)]
+    if counts := re.search(r"tokens?:? *\d+.*?features:? *(\d+)", error, re.DOTALL):
+        each = max(1, int(counts[1]) // batch)
+        # Some count rows of features, some their numbers.
+        return [{"media_tokens": n} for n in dict.fromkeys((each, max(1, each // width), *(each * n for n in range(2, 65))))]
     if counts := re.search(rf"tensor a \({length}\) must match the size of tensor b \((\d+)\)", error):
         return [{"length": int(counts[1])}]
     return []

@@ -7,7 +7,7 @@ inside the region's scope are sliced or their gradient is summed, arguments of t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import PlanError
 from ..shard import Shard, compress_indices
-from .plan import InputPlan, ModulePlan, Region
+from .plan import InputPlan, ModulePlan, NormPlan, Region
 from .record import Call, ModuleCall, SiteKey, bind_position, columns
 from .regions import FoundRegion
 from .tables import Tables, select_columns
@@ -42,8 +42,8 @@ class Facets:
 class Placement:
     """Module plans of a list of regions over one model's tables."""
 
-    def __init__(self, tables: Tables, tp_size: int) -> None:
-        self.tables, self.tp_size = tables, tp_size
+    def __init__(self, tables: Tables, tp_size: int, norms: Mapping[str, NormPlan] | None = None) -> None:
+        self.tables, self.tp_size, self.norms = tables, tp_size, norms or {}
         self.modules = dict(tables.shadow.model.named_modules())
         self.parameters = tables.shadow.parameters
         self.site_parameters = {key[0] for key in tables.sites}
@@ -79,6 +79,7 @@ class Placement:
             inputs=tuple(f.inputs.values()),
             outputs=tuple(sorted(f.outputs)),
             source="discovered",
+            norm=self.norms.get(name) if f.shards else None,
         )
 
     def _list(self, region: FoundRegion) -> Region:
@@ -125,6 +126,8 @@ class RegionPlacement:
         self._enter_arguments()
         owner = self._reduce_late(raw_rows) if raw_rows else None
         for key in raw_cols:
+            if self.tables.sites[key].kind == "embedding":  # it reads indices: nothing enters
+                continue
             if owner is None or not all(owner in call.modules for call in self.placement.calls([key])):
                 self._enter_raw(key)
         self._group_siblings(raw_cols)
@@ -218,7 +221,7 @@ class RegionPlacement:
 
     def _enter_argument(self, record, call: ModuleCall, name: str, tensor: Tensor) -> None:
         leaf = call.constants.get(name, tensor)
-        if not leaf.requires_grad:
+        if not leaf.requires_grad or self.tables.shadow.find(tensor) in self.placement.site_parameters:
             return
         grads = [self._pull(record, rank, [leaf])[0] for rank in range(self.tp_size)]
         if not any(g is not None and bool(g.ne(0).any()) for g in grads) or self._is_local(record, tensor):
@@ -243,9 +246,9 @@ class RegionPlacement:
 
     def _carries(self, record, tensor: Tensor) -> bool:
         """Whether a tensor depends on the output of a site or on a Parameter, so that training sends a gradient through it."""
-        if not tensor.requires_grad:
-            return False
         shadow = self.tables.shadow
+        if not tensor.requires_grad or shadow.find(tensor) in self.placement.site_parameters:
+            return False  # a site's weight that is passed as an argument is cut itself
         leaves = [call.y for site in record.sites.values() for call in site.calls]
         leaves += [leaf for leaf in map(shadow.leaf, shadow.parameters) if leaf.requires_grad and not leaf.is_meta]
         grads = self.tables.pull(record, [tensor], [self.tables.random_like(tensor)], leaves)

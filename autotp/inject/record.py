@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,6 +127,7 @@ class Shadow:
         _prepare_config(self.model)
         self.generator = generator
         self.real: dict[int, nn.Parameter] = {}
+        self.transparent: set[str] = set()
         self.index()
 
     def index(self) -> None:
@@ -153,6 +154,20 @@ class Shadow:
             self.real[key] = nn.Parameter(full, self.parameters[name].requires_grad)
         return self.real[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
+    def is_transparent(self, name: str, op: Operands) -> bool:
+        """Whether a linear map is no site, its weight a Parameter like any other: asked for, or block by block in one dim."""
+        if name in self.transparent:
+            return True
+        used = {*op.w_in, *op.w_out}
+        rest = tuple(d for d in range(op.weight.ndim) if d not in used and op.weight.shape[d] > 1)
+        if not rest or not op.w_in:
+            return False
+        places = [locate(op.weight, self.parameters[name], dims) for dims in (rest, op.w_in + op.w_out)]
+        if None in places or not set(places[0].dims) & set(places[1].dims):  # type: ignore[union-attr]
+            return False
+        self.transparent.add(name)
+        return True
+
     def leaf(self, name: str) -> Tensor:
         """The tensor that gradients of Parameter `name` arrive at."""
         parameter = self.parameters[name]
@@ -177,7 +192,8 @@ class Interceptor(TorchFunctionMode):
         if operands is not None:
             name = self.shadow.find(operands.weight)
             assert name is not None
-            return self.respond(operands, name, func, args, kwargs)
+            if not self.shadow.is_transparent(name, operands):
+                return self.respond(operands, name, func, args, kwargs)
         if func is F.batch_norm:
             return _batch_norm(*args, **kwargs)
         if isinstance(func, types.FunctionType) and "has_torch_function" in func.__code__.co_names or func in _COMPOSITES:
@@ -199,8 +215,9 @@ class Interceptor(TorchFunctionMode):
 class Recorder:
     """Fills a `Record` by running a shadow."""
 
-    def __init__(self, shadow: Shadow, seed: int = 0) -> None:
-        self.shadow, self.record = shadow, Record()
+    def __init__(self, shadow: Shadow, seed: int = 0, elementwise: Iterable[str] = ()) -> None:
+        """`elementwise`: norms to be seen as a scale of each column by itself."""
+        self.shadow, self.record, self.elementwise = shadow, Record(), set(elementwise)
         self.generator = torch.Generator().manual_seed(seed)
         self.stack: list[str] = []
 
@@ -264,10 +281,15 @@ class Recorder:
         self.record.module_calls.setdefault(name, []).append(call)
         return tuple(args), kwargs
 
-    def _leave(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
+    def _leave(self, name: str, module: nn.Module, args: tuple, output: Any) -> Any:
         self.stack.pop()
+        if name in self.elementwise:
+            x = next(iter(self.record.module_calls[name][-1].arguments.values()))
+            probe = torch.randn(x.shape, generator=self.generator, dtype=torch.float64)
+            output = x * probe * module.weight + (0 if getattr(module, "bias", None) is None else module.bias)
         if output is not None:
             self.record.module_calls[name][-1].outputs = list(flatten(output))
+        return output
 
 
 # -- helpers ------------------------------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ def _deal(
         return Refusal(
             seed, "too few units", f"{len(units)} unit(s) of {', '.join(r[0] for r in rows)} can't be dealt to {tp_size} ranks"
         )
-    dealt = deal_components(units, groups, tp_size)
+    dealt = deal_components(units, groups, tp_size, _call_blocks(tables, rows, starts, block))
     held = [_mask(sum_bits(units, mine), starts[-1]) for mine in dealt]
     found = FoundRegion({}, {}, {}, tuple(len(mine) for mine in dealt))
     for i, row in enumerate(rows):
@@ -223,12 +223,28 @@ def _split_groups(patterns: dict[SiteKey, dict[int, int]], every: int, tp_size: 
     return [], ()
 
 
-def deal_components(units: list[int], groups: list[int], tp_size: int) -> list[list[int]]:
+def _call_blocks(tables: Tables, rows: list[SiteKey], starts: list[int], block: dict[SiteKey, int]) -> list[int]:
+    """Bit sets of the columns that single calls of a row site use, where no call uses all: experts kept in one Parameter."""
+    found: dict[int, None] = {}
+    for i, row in enumerate(rows):
+        for record in tables.records:
+            for call in record.sites[row].calls if row in record.sites else []:
+                width = 1
+                for axis in call.x_axes:
+                    width *= call.x.shape[axis]
+                if width < tables.sites[row].in_size:
+                    first = starts[i] + call.x_start // block[row]
+                    last = starts[i] + -(-(call.x_start + width) // block[row])
+                    found[(1 << last) - (1 << first)] = None
+    return list(found)
+
+
+def deal_components(units: list[int], groups: list[int], tp_size: int, blocks: list[int] | None = None) -> list[list[int]]:
     """Which units (by number) each rank gets.
 
     Units with the same number of bits are dealt out in contiguous runs. Where units share columns (query heads of one kv
     head), whole groups are dealt if there are enough; otherwise ranks are dealt to the groups, and units within them, so
-    that no rank spans two.
+    that no rank spans two. What lies in one of `blocks` is dealt by itself.
     """
     ranks: list[list[int]] = [[] for _ in range(tp_size)]
     of_group = {}
@@ -239,7 +255,8 @@ def deal_components(units: list[int], groups: list[int], tp_size: int) -> list[l
     if len(groups) >= tp_size:
         kinds: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for g, group in enumerate(groups):
-            kinds[group.bit_count(), len(of_group[g])].append(g)
+            home = next((i for i, b in enumerate(blocks or []) if group & b == group), -1)
+            kinds[group.bit_count(), len(of_group[g]), home].append(g)
         for members in kinds.values():
             start = 0
             for rank, count in enumerate(deal_units(len(members), tp_size)):

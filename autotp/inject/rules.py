@@ -322,4 +322,6 @@ def _why_whole(name: str, parameter: torch.Tensor, planned: tuple[ModulePlan, ..
     for length in range(len(parts), 0, -1):
         if ".".join(parts[:length]) in reasons:
             return reasons[".".join(parts[:length])]
-    return "small" if parameter.ndim < 2 else "not named by the plan"
+    if parameter.ndim < 2:
+        return "small"
+    return "not named by the plan" if not reasons.get("") else reasons[""]

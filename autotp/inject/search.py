@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from .attributes import restore_attributes, set_attributes
 from .placement import Placement
-from .plan import Plan
-from .prove import RankRun, Reference, Rewrite, SoloGroup, cut_shadow, make_parts, without_edges
-from .record import Interceptor, ModuleCall, SiteKey, running
+from .plan import Plan, fold_name
+from .prove import RankRun, Reference, Rewrite, SoloGroup, cut_shadow, without_edges
+from .record import Interceptor, ModuleCall, SiteKey, columns, running
 from .regions import FoundRegion, _classes, _patterns
 from .tables import Tables
 
-Edits = dict[tuple[str, str], tuple[Any, ...]]  # (module, attribute) -> its value on each rank
+Place = tuple[str, str]  # a module's name, its layer numbers as "*", and an attribute
+Edits = dict[Place, tuple[Any, ...]]  # its value on each rank
 MAX_TRIALS = 1500
 MAX_SECONDS = 20.0
 
@@ -46,8 +47,10 @@ class Search:
         self.sites = {key[0] for key in placement.tables.sites}
         self.trials, self.start = 0, time.monotonic()
 
-    def run(self) -> Edits | None:
-        """The smallest set found, or None. Module names are full."""
+    def run(self) -> dict[tuple[str, str], tuple[Any, ...]] | None:
+        """The smallest set found, by full module name and attribute, or None."""
+        while self._progress({}) is None and self.scope:  # the fault lies in what calls it
+            self.scope = self.scope.rpartition(".")[0]
         offers = self._offers()
         found = self._climb(offers)
         if found is None:
@@ -56,7 +59,7 @@ class Search:
             fewer = {k: v for k, v in found.items() if k != place}
             if self._progress(fewer) is None:
                 found = fewer
-        return found
+        return {(module, place[1]): values for place, values in found.items() for module in self.modules_of[place]}
 
     # -- trials ---------------------------------------------------------------------------------------------------------
 
@@ -77,11 +80,12 @@ class Search:
         calls = reference.record.module_calls.get(self.scope, [])
         if not calls:
             return None
-        run = RankRun(reference, local, self.inner.shards, rank, make_parts(self.tp_size))
+        run = RankRun(reference, local, self.inner.shards, rank, [1.0] * self.tp_size)
         counter = Counting(local, run.respond)
         by_module: dict[str, dict[str, tuple[Any, ...]]] = {}
-        for (module, key), values in edits.items():
-            by_module.setdefault(module, {})[key] = values
+        for place, values in edits.items():
+            for module in self.modules_of[place]:
+                by_module.setdefault(module, {})[place[1]] = values
         edited = []
         try:
             for name, attrs in by_module.items():
@@ -91,14 +95,15 @@ class Search:
             args, kwargs = _detached(calls[0])
             with running(), torch.no_grad(), counter:
                 local.model.get_submodule(self.scope)(*args, **kwargs)
-        except Exception:  # whatever a wrong number leads to: this set does not run
+        except Exception as error:  # whatever a wrong number leads to: this set does not run
+            self.last = str(error)[:100]
             return counter.count
         finally:
             for module in edited:
                 restore_attributes(module)
         return None
 
-    def _climb(self, offers: dict[tuple[str, str], list[tuple[Any, ...]]]) -> Edits | None:
+    def _climb(self, offers: dict[Place, list[tuple[Any, ...]]]) -> Edits | None:
         """Sets in order of likelihood first; then the best one so far, one or two or three edits more at a time."""
         first = {place: values[0] for place, values in offers.items()}
         exact = {place: values[0] for place, values in offers.items() if len(set(self._sizes.get(self.reads[place], []))) > 0}
@@ -119,7 +124,7 @@ class Search:
                 return found
         return None
 
-    def _climb_from(self, base: Edits, singles: list[tuple[tuple[str, str], tuple[Any, ...]]]) -> Edits | None:
+    def _climb_from(self, base: Edits, singles: list[tuple[Place, tuple[Any, ...]]]) -> Edits | None:
         score = self._progress(base)
         while not self._spent() and score is not None:
             for count in (1, 2, 3):
@@ -153,9 +158,15 @@ class Search:
 
     # -- what may be edited, and to what --------------------------------------------------------------------------------
 
-    def _offers(self) -> dict[tuple[str, str], list[tuple[Any, ...]]]:
+    def _offers(self) -> dict[Place, list[tuple[Any, ...]]]:
         """`(module, attribute)` -> values to try on each rank, the likeliest first."""
-        self.reads = self._read_integers()
+        self.reads, self.modules_of = {}, {}
+        for (module, key), value in self._read_integers().items():
+            place = (fold_name(module), key)
+            if self.reads.setdefault(place, value) != value:  # layers that differ are edited one by one
+                place = (module, key)
+                self.reads[place] = value
+            self.modules_of.setdefault(place, []).append(module)
         self._sizes = self._known_sizes()
         offers = {}
         for place, value in self.reads.items():
@@ -193,6 +204,9 @@ class Search:
 
         for key, held in self.region.rows.items():
             note(self.tables.sites[key].in_size, [len(h) for h in held])
+            for call in self.references[0].record.sites[key].calls if key in self.references[0].record.sites else []:
+                width = columns(call.x, call.x_axes).shape[1]
+                note(width, [int(((h >= call.x_start) & (h < call.x_start + width)).sum()) for h in held])
         for key, held in self.region.cols.items():
             note(self.tables.sites[key].out_size, [len(h) for h in held])
         for key, held in self.region.cols.items():

@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import PlanError
 
 FLAGS = annotations.compiler_flag  # the one future that changes how a function is compiled
+EXPRESSIONS = (ast.Call, ast.BinOp, ast.AugAssign, ast.Compare)  # what a Rewrite can change
 MOST_FUNCTIONS = 500  # how many functions are looked through for the ones to be rewritten
 
 
@@ -41,7 +42,8 @@ class Found:
 
     Attributes:
         cells: free variable -> the function it holds; names: id of a Name or Attribute node -> the function it means.
-        rewrites: the expressions to change in it; node: its syntax tree, None where it is only passed through.
+        rewrites: the expressions to change in it, and their nodes; node: its syntax tree, which other functions share; None
+            where the function is only passed through.
         cls: name of the class whose body it stands in, for private names; new: cell that holds the rewritten function.
     """
 
@@ -51,7 +53,7 @@ class Found:
     cells: dict[str, FunctionType] = field(default_factory=dict)
     names: dict[int, FunctionType] = field(default_factory=dict)
     supers: set[int] = field(default_factory=set)
-    rewrites: list[Rewrite] = field(default_factory=list)
+    rewrites: list[tuple[Rewrite, ast.AST]] = field(default_factory=list)
     new: CellType = field(default_factory=CellType)
 
     def callees(self) -> Iterator[FunctionType]:
@@ -59,54 +61,49 @@ class Found:
         yield from self.names.values()
 
 
+@dataclass
+class SourceFile:
+    """What is looked up in one file: definitions by first line and name, expressions by their end."""
+
+    functions: dict[tuple[int, str], tuple[ast.AST, str | None]] = field(default_factory=dict)
+    expressions: dict[tuple[int, int], list[ast.AST]] = field(default_factory=dict)
+
+
 @functools.lru_cache(maxsize=64)
-def parse_file(filename: str) -> ast.Module | None:
-    """The syntax tree of a file; None where its source is not at hand."""
+def index_file(filename: str) -> SourceFile:
+    """The definitions and expressions of a file; none where its source is not at hand."""
+    index = SourceFile()
     try:
-        return ast.parse("".join(linecache.getlines(filename)))
+        tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:
-        return None
+        return index
+    todo: list[tuple[ast.AST, str | None]] = [(tree, None)]
+    for node, cls in todo:  # grows; parents come before what is in them
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            index.functions[first_line, node.name] = node, cls
+        elif isinstance(node, EXPRESSIONS):
+            index.expressions.setdefault((node.end_lineno or 0, node.end_col_offset or 0), []).append(node)
+        inside = node.name if isinstance(node, ast.ClassDef) else cls
+        todo.extend((child, inside) for child in ast.iter_child_nodes(node))
+    return index
 
 
-def find_node(filename: str, span: tuple[int, int, int, int]) -> ast.AST | None:
-    """The expression at `span` of the file."""
-    tree = parse_file(filename)
-    return None if tree is None else match_span(tree, span)
-
-
-def match_span(tree: ast.AST, span: tuple[int, int, int, int]) -> Any:
-    """The node of `tree` that runs at `span`.
+def find_node(filename: str, span: tuple[int, int, int, int]) -> Any:
+    """The expression that runs at `span` of the file.
 
     A method call over several lines starts at the method's name in the running code, so a call is known by its end, which
     is its own closing bracket.
     """
     line, end_line, column, end_column = span
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call | ast.BinOp | ast.AugAssign | ast.Compare):
-            continue
-        if (node.end_lineno, node.end_col_offset) != (end_line, end_column):
-            continue
-        if isinstance(node, ast.Call) or (node.lineno, node.col_offset) == (line, column):
+    for node in index_file(filename).expressions.get((end_line, end_column), ()):
+        start = (getattr(node, "lineno", 0), getattr(node, "col_offset", 0))
+        if start == (line, column) or (isinstance(node, ast.Call) and start < (line, column)):
             return node
     return None
 
 
-def find_function(code: CodeType) -> tuple[ast.AST, str | None] | None:
-    """The definition that `code` was compiled from, and the name of the class whose body it stands in."""
-    tree = parse_file(code.co_filename)
-    todo: list[tuple[ast.AST, str | None]] = [] if tree is None else [(tree, None)]
-    while todo:
-        node, cls = todo.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == code.co_name:
-            first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            if first_line == code.co_firstlineno:
-                return node, cls
-        inside = node.name if isinstance(node, ast.ClassDef) else cls
-        todo.extend((child, inside) for child in ast.iter_child_nodes(node))
-    return None
-
-
-def rewrite_methods(cls: type, rewrites: list[Rewrite], name: str) -> dict[str, Any]:
+def rewrite_methods(cls: type, rewrites: list[Rewrite]) -> dict[str, Any]:
     """The methods (and properties) of `cls` that hold one of `rewrites` or lead to one, rewritten: attribute -> new one.
 
     Functions that they call by a global name, by `super()` or through a decorator are rewritten for them alone.
@@ -119,12 +116,12 @@ def rewrite_methods(cls: type, rewrites: list[Rewrite], name: str) -> dict[str, 
     methods = _methods_of(cls)
     reached = _explore(cls, [function for _, function, _ in methods], packages)
     for rewrite in rewrites:
-        _assign(rewrite, reached, name)
+        _assign(rewrite, reached)
     needed = {key for key, found in reached.items() if found.rewrites}
     while more := {k for k, f in reached.items() if k not in needed and any(id(c) in needed for c in f.callees())}:
         needed |= more
     for key in needed:
-        reached[key].new.cell_contents = _rebuild(reached[key], reached, needed, name)
+        reached[key].new.cell_contents = _rebuild(reached[key], reached, needed)
     for key in needed:
         attributes = reached[key].new.cell_contents.__dict__
         if id(attributes.get("__wrapped__")) in needed:
@@ -165,9 +162,10 @@ def _explore(cls: type, roots: list[FunctionType], packages: set[str]) -> dict[i
             if isinstance(value := _contents(cell), FunctionType):
                 found.cells[name] = value
         if str(function.__globals__.get("__name__")).split(".")[0] in packages:
-            place = find_function(function.__code__)
+            code = function.__code__
+            place = index_file(code.co_filename).functions.get((code.co_firstlineno, code.co_name))
             if place is not None:
-                found.node, found.cls = copy.deepcopy(place[0]), place[1]
+                found.node, found.cls = place
                 _resolve_names(found, cls, packages)
         todo.extend(found.callees())
     return reached
@@ -196,7 +194,7 @@ def _resolve_names(found: Found, cls: type, packages: set[str]) -> None:
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
             value = _look_up(node, found.function, local)
             if value is None and isinstance(node, ast.Attribute):
-                value = _look_up_super(node, found.function, cls)
+                value = _look_up_super(node, found.function, cls, local)
                 if isinstance(value, FunctionType):
                     found.supers.add(id(node))
             if isinstance(value, FunctionType) and str(value.__globals__.get("__name__")).split(".")[0] in packages:
@@ -215,28 +213,31 @@ def _look_up(node: ast.AST, function: FunctionType, local: set[str]) -> Any:
     return None
 
 
-def _look_up_super(node: ast.Attribute, function: FunctionType, cls: type) -> Any:
-    """What `super().attr` means in `function`, for an instance of `cls`."""
+def _look_up_super(node: ast.Attribute, function: FunctionType, cls: type, local: set[str]) -> Any:
+    """What `super().attr`, or `super(Class, self).attr`, means in `function`, for an instance of `cls`."""
     call = node.value
-    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "super" and not call.args):
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "super"):
         return None
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    owner = _contents(cells["__class__"]) if "__class__" in cells else None
+    if call.args:
+        owner = _look_up(call.args[0], function, local)
+    else:
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        owner = _contents(cells["__class__"]) if "__class__" in cells else None
     if owner not in cls.__mro__:
         return None
     after = cls.__mro__[cls.__mro__.index(owner) + 1 :]
     return next((base.__dict__[node.attr] for base in after if node.attr in base.__dict__), None)
 
 
-def _assign(rewrite: Rewrite, reached: dict[int, Found], name: str) -> None:
-    """Note the rewrite at the functions whose code holds it."""
+def _assign(rewrite: Rewrite, reached: dict[int, Found]) -> None:
+    """Note the rewrite at the functions whose code holds it: the innermost of a nest of definitions."""
     module, _, qualified = rewrite.function.partition(":")
-    place = f"{name}: `{rewrite.text}` in {rewrite.function}, line {rewrite.span[0]},"
-    holders = []
+    place = f"`{rewrite.text}` in {rewrite.function}, line {rewrite.span[0]},"
+    holders: list[tuple[int, Found]] = []
     for found in reached.values():
+        own = found.function.__code__.co_qualname
         if found.node is None or found.function.__globals__.get("__name__") != module:
             continue
-        own = found.function.__code__.co_qualname
         if qualified == own or qualified.startswith(f"{own}.<locals>."):
             holders.append((len(own), found))
     if not holders:
@@ -245,25 +246,28 @@ def _assign(rewrite: Rewrite, reached: dict[int, Found], name: str) -> None:
             f"in a table, a compiled or wrapped callable?). Leave the module whole, or write the shape with -1."
         )
     best = max(length for length, _ in holders)
-    for length, found in holders:
-        node = match_span(found.node, rewrite.span) if length == best and found.node is not None else None
-        if length == best and (node is None or (rewrite.text and ast.unparse(node) != rewrite.text)):
-            raise PlanError(f"{place} is not there: the source differs from the plan's. Make the plan again.")
-        if length == best:
-            found.rewrites.append(rewrite)
+    matched = 0
+    for found in (found for length, found in holders if length == best):
+        node = find_node(found.function.__code__.co_filename, rewrite.span)
+        inside = any(inner is node for inner in ast.walk(found.node or ast.Pass()))  # not in another of the same name
+        if inside and rewrite.text in ("", ast.unparse(node)):
+            found.rewrites.append((rewrite, node))
+            matched += 1
+    if not matched:
+        raise PlanError(f"{place} is not there: the source differs from the plan's. Make the plan again.")
 
 
 # -- compiling ----------------------------------------------------------------------------------------------------------
 
 
-def _rebuild(found: Found, reached: dict[int, Found], needed: set[int], name: str) -> FunctionType:
+def _rebuild(found: Found, reached: dict[int, Found], needed: set[int]) -> FunctionType:
     """The function with its rewrites, calling the rewritten ones of `needed`."""
     old = found.function
     cells: dict[str, CellType] = dict(zip(old.__code__.co_freevars, old.__closure__ or (), strict=True))
     cells.update({variable: reached[id(f)].new for variable, f in found.cells.items() if id(f) in needed})
     code = old.__code__
     if found.rewrites or any(id(f) in needed for f in found.names.values()):
-        code = _compile(found, reached, needed, cells, name)
+        code = _compile(found, reached, needed, cells)
     new = FunctionType(code, old.__globals__, old.__name__, old.__defaults__, tuple(cells[v] for v in code.co_freevars))
     new.__kwdefaults__, new.__qualname__, new.__module__ = old.__kwdefaults__, old.__qualname__, old.__module__
     new.__annotations__, new.__doc__ = dict(old.__annotations__), old.__doc__
@@ -271,24 +275,24 @@ def _rebuild(found: Found, reached: dict[int, Found], needed: set[int], name: st
     return new
 
 
-def _compile(found: Found, reached: dict[int, Found], needed: set[int], cells: dict[str, CellType], name: str) -> CodeType:
+def _compile(found: Found, reached: dict[int, Found], needed: set[int], cells: dict[str, CellType]) -> CodeType:
     """The code of the function's changed tree, with what it needs given as free variables (noted in `cells`)."""
-    node: Any = found.node
     given: dict[str, CellType] = {}
+    copies: dict[int, Any] = {}
+    node: Any = copy.deepcopy(found.node, copies)
 
     def give(value: Any) -> ast.expr:
-        cell = value if isinstance(value, CellType) else CellType(value)
         variable = f"_autotp_{len(given)}"
-        given[variable] = cell
+        given[variable] = value if isinstance(value, CellType) else CellType(value)
         return ast.Name(variable, ast.Load())
 
-    matched = [(rewrite, match_span(node, rewrite.span)) for rewrite in found.rewrites]
-    callees = {key: reached[id(f)].new for key, f in found.names.items() if id(f) in needed}
-    node = _PutNames(callees, found.supers, give, node).visit(node)
+    matched = [(rewrite, copies[id(place)]) for rewrite, place in found.rewrites]
+    callees = {id(copies[key]): reached[id(f)].new for key, f in found.names.items() if id(f) in needed}
+    node = _PutNames(callees, {id(copies[key]) for key in found.supers}, give, node).visit(node)
     for rewrite, place in matched:
         if not rewrite.change(place, give):
             raise PlanError(
-                f"{name}: `{rewrite.text}` in {rewrite.function}, line {rewrite.span[0]}, is not written in a form that can be "
+                f"`{rewrite.text}` in {rewrite.function}, line {rewrite.span[0]}, is not written in a form that can be "
                 f"rewritten. Leave the module whole, or write the shape with -1."
             )
     old = found.function.__code__

@@ -135,7 +135,8 @@ class ParallelMultiheadAttention(TensorParallel_Layer, nn.MultiheadAttention):
             parts.append(padding.view(batch, 1, 1, -1))
         if not parts:
             return None
-        return F.pad(sum(parts[1:], parts[0]), (0, keys - parts[0].shape[-1]))
+        mask, added = sum(parts[1:], parts[0]), keys - parts[0].shape[-1]
+        return F.pad(mask, (0, added)) if added else mask
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, need_weights: bool
@@ -238,12 +239,12 @@ def rewrite_attention(
         raise PlanError(f"{name} is a {type(module).__name__}, not an nn.MultiheadAttention, so its heads can't be dealt")
     own = {key: shard for key, shard in shards.items() if key != OUT}
     check_dealt(module, own, shards, name)
-    cls = type(module)
+    cls: Any = type(module)
+    layer: Any = ParallelMultiheadAttention
     if cls.forward is nn.MultiheadAttention.forward:
-        insert_class(module, ParallelMultiheadAttention)
+        insert_class(module, layer)
     elif "super" in cls.forward.__code__.co_names:  # it builds on the plain forward
-        added = {"__module__": cls.__module__, "plain_class": cls}
-        module.__class__ = type(cls.__name__, (cls, ParallelMultiheadAttention), added)
+        module.__class__ = type(cls.__name__, (cls, layer), {"__module__": cls.__module__, "plain_class": cls})
     else:
         raise PlanError(
             f"{name}: {cls.__name__} has a forward of its own that does not build on nn.MultiheadAttention.forward, so it can't "

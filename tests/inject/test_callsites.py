@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autotp.errors import PlanError
 from autotp.inject.callsites import ShapeFix, apply_fixes, find_call_site, remove_fixes
+from autotp.layers.base import insert_class, plain_class
 
 B, S, H, D, T = 2, 3, 4, 5, 2
 E, LOCAL = H * D, H // T
@@ -153,7 +154,7 @@ class Derived(Base):
 class Super(Base):
     def forward(self, x):
         y = x.view(2, 3, 4, 5)
-        return super().forward(y.flatten(2)) + 0 * y
+        return super(Super, self).forward(y.flatten(2)) + 0 * y  # noqa: UP008
 
 
 def decorate(function):
@@ -385,11 +386,8 @@ def test_an_operand_that_is_full_is_narrowed():
     runs = (((0, 2, 4, 5),), ((2, 2, 4, 5),))  # every other pair
     part = [[i for i in range(20) if i % 4 // 2 == rank] for rank in range(T)]
     sites = list(dict.fromkeys((name, site) for name, site, _ in watch(module, x) if name not in ("__get__", "where")))
-    operands = {"add": "1"}
-    fixes = []
-    for name, site in sites:
-        operand = "right" if not site.text().startswith("torch.") else operands[name]
-        fixes.append(site.fix("narrow", operand=operand, dim=-1, size=20, runs=runs))
+    fixes = [site.fix("narrow", operand=site.operand(1), dim=-1, size=20, runs=runs) for _, site in sites]
+    assert [fix.operand for fix in fixes] == ["right"] * 4 + ["1", "0"]
     assert len(fixes) == 6
     for rank in range(T):
         apply_fixes(module, fixes, rank)
@@ -411,6 +409,106 @@ def test_tracebacks_name_the_line_and_signatures_stay():
     with Watch() as mode:
         module(x[..., columns(0)])
     assert site in [found for _, found, _ in mode.sites]  # the same name once rewritten
+
+
+class Region(nn.Module):
+    """Stands in front of a module's class, as the rewritten layers do."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs) + 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_with_a_layer_in_front(first):
+    module, x = Derived(), x_full()
+    expected = module(x) + 1
+    fixes = [heads(site_of(module, "view", x))]
+    if first:
+        apply_fixes(module, fixes, 1)
+    insert_class(module, Region)
+    if first:
+        with pytest.raises(PlanError, match="put in front"):
+            remove_fixes(module)
+    else:
+        apply_fixes(module, fixes, 1)
+    torch.testing.assert_close(module(x[..., columns(1)]), expected[:, :, LOCAL:])
+    if first:
+        module.__class__ = plain_class(module)
+    remove_fixes(module)
+    if not first:
+        module.__class__ = plain_class(module)
+    assert type(module) is Derived
+
+
+def test_alike_modules_share_a_class():
+    a, b, x = View(), View(), x_full()
+    fixes = [heads(site_of(a, "view", x))]
+    apply_fixes(a, fixes, 0), apply_fixes(b, fixes, 0)
+    assert type(a) is type(b) is not View and a.forward.__self__ is a
+
+
+def test_a_class_made_in_a_function():
+    scale, heads_written = 3, 4
+
+    class Local(nn.Module):
+        def forward(self, x):
+            return self.finish(x.view(2, 3, heads_written, 5)) * scale
+
+        @staticmethod
+        def finish(y):
+            return y.expand(2, 3, 4, 5).tanh()
+
+        @property
+        def made(self):
+            return torch.zeros(heads_written)
+
+    module, x = Local(), x_full()
+    expected = module(x)
+    with Watch() as mode:
+        assert module.made.shape == (4,)
+    zeros = next(site for name, site, _ in mode.sites if name == "zeros")
+    apply_fixes(module, [heads(site_of(module, "view", x)), heads(site_of(module, "expand", x)), heads(zeros, 0)], 1)
+    torch.testing.assert_close(module(x[..., columns(1)]), expected[:, :, LOCAL:])
+    assert module.made.shape == (2,)
+    scale = 5  # the cells are the class' own
+    torch.testing.assert_close(module(x[..., columns(1)]), expected[:, :, LOCAL:] / 3 * 5)
+
+
+def rearrange(x, pattern, **sizes):
+    """As einops: a literal names the heads."""
+    return x.unflatten(-1, (sizes["h"], -1)) if pattern == "b s (h d) -> b s h d" else x
+
+
+class Einops(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.child = Helper()
+
+    def forward(self, x):
+        y = rearrange(x, "b s (h d) -> b s h d", h=4)
+        assert y.shape[-1] == 5
+        return lend(self.child, x) * y
+
+
+def lend(module, x):
+    return module._shape(x, 4)
+
+
+def test_an_argument_is_replaced_and_each_site_has_its_owner():
+    module, x = Einops(), x_full()
+    expected = module(x)
+    view = site_of(module, "view", x)
+    inner = site_of(module, "unflatten", x)
+    assert view.owner is module.child and inner.owner is module
+    code = Einops.forward.__code__
+    line = code.co_firstlineno + 1
+    text = "rearrange(x, 'b s (h d) -> b s h d', h=4)"
+    span = (line, line, 12, 12 + len(text))
+    fix = ShapeFix(f"{__name__}:Einops.forward", span, "argument", text, sizes={"h": (LOCAL, LOCAL)})
+    assert ShapeFix.from_json(json.loads(json.dumps(fix.to_json()))) == fix
+    apply_fixes(module, [fix], 1)
+    apply_fixes(module.child, [heads(view)], 1)
+    torch.testing.assert_close(module(x[..., columns(1)]), expected[:, :, LOCAL:])
 
 
 TABLE = {"plain": to_heads}
