@@ -34,7 +34,7 @@ from ..layers.linear import (
     set_linear_sizes,
 )
 from ..layers.norm import install_norm
-from ..layers.region import Entry, install_region
+from ..layers.region import Border, Entry, install_region
 from ..layers.siblings import SiblingInput
 from . import plan as styles
 from .attributes import set_attributes
@@ -66,18 +66,11 @@ LAYER_STATE = [
     "gather_output",
     "split_input",
     "reduce_dtype",
-    "summed",
-    "once",
-    "copied",
-    "entries",
-    "outputs",
     "columns",
     "keep_sharded",
     "owned_indices",
-    "kind",
-    "eps",
-    "width",
-    "holders",
+    "autotp_border",
+    "autotp_norm",
 ]
 
 
@@ -128,14 +121,13 @@ def rewrite_module(module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, s
     elif shards:
         insert_class(module, TensorParallel_Layer)
         prepare(module, group, shards, name)
-    copied = find_copied(module, entry)
-    if entry.summed or entry.once or copied or entry.inputs or entry.outputs:
-        entries = tuple(
-            Entry(i.argument, i.position, i.sums, i.dim, i.period, i.indices[group.tp_rank] if i.indices else ())
-            for i in entry.inputs
-        )
-        facets = {"summed": entry.summed, "once": entry.once, "copied": copied, "entries": entries, "outputs": entry.outputs}
-        install_region(module, group, shards, name, **facets, reduce_dtype=dtype)
+    entries = tuple(
+        Entry(i.argument, i.position, i.sums, i.dim, i.period, i.indices[group.tp_rank] if i.indices else ())
+        for i in entry.inputs
+    )
+    border = Border(entry.summed, entry.once, find_copied(module, entry), entries, entry.outputs, dtype)
+    if border:
+        install_region(module, group, shards, name, border)
 
 
 def rewrite_matmul(module: Any, entry: ModulePlan, group: TPGroup, shared: Mapping[str, SiblingInput]) -> None:
