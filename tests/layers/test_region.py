@@ -1,6 +1,7 @@
 """A model made by hand with everything that a plan can say, against its unsharded twin."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import autotp
+from autotp.inject.plan import InputPlan
+from autotp.layers import linear, region
 from autotp.layers.base import find_group, sharded_modules
 from tests.layers.regions import HEADS, Net, plan_of
 
@@ -258,3 +261,54 @@ def check_local_data(group):
 def test_what_each_rank_holds_and_what_the_plan_says(ranks):
     ranks.run(check_local_data)
     ranks.run(check_local_data, size=4)
+
+
+# -- what each of these is for: without it, the forward is right and a gradient is wrong ----------------------------------
+
+NEEDED = {
+    "hidden states enter": ("experts", {"inputs": (InputPlan("routing", 1, True),)}),
+    "routing weights enter": ("experts", {"inputs": (InputPlan("x", 0, True),)}),
+    "a whole parameter is summed": ("experts", {"summed": ()}),
+    "columns enter": ("gate", {"columns": ((0, 1),)}),
+    "other columns do not": ("gate", {"columns": ((0, 6),)}),
+    "a norm of every head is summed": ("attn.head_norm", {"summed": ()}),
+    "siblings sum their input": ("attn.q", {"siblings": None}),
+}
+
+
+def wrong_gradients(group, late, changed, changes, copies):
+    size = dist.get_world_size(group)
+    plan, whole = plan_of(size, late), Net()
+    if changed:
+        modules = tuple(replace(m, **changes) if m.name == changed else m for m in plan.modules)
+        assert modules != plan.modules
+        plan = replace(plan, modules=modules)
+    real = region.sum_copies, linear.sum_copies
+    if copies:
+        region.sum_copies = linear.sum_copies = lambda x, *args: x
+    try:
+        mine = autotp.parallelize(copy.deepcopy(whole), group, plan=plan)
+        got, want = step(mine), step(whole)
+        torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-5)
+    finally:
+        region.sum_copies, linear.sum_copies = real
+    wrong = [] if torch.allclose(got[1], want[1], rtol=1e-3, atol=1e-3) else ["x"]
+    for name, parameter in mine.named_parameters():
+        path, _, own = name.rpartition(".")
+        shard = getattr(mine.get_submodule(path), "shards", {}).get(own)
+        expected = whole.get_parameter(name).grad
+        expected = expected if shard is None else shard.split(expected, dist.get_rank(group))
+        if not torch.allclose(parameter.grad, expected, rtol=1e-3, atol=1e-3):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("case", list(NEEDED))
+def test_without_it_a_gradient_is_wrong(ranks, case):
+    assert ranks.run(wrong_gradients, False, *NEEDED[case], False)[1]
+
+
+def test_without_sums_of_copies_their_gradients_are_wrong(ranks):
+    wrong = set().union(*ranks.run(wrong_gradients, False, None, {}, True, size=4))
+    assert wrong == {f"attn.{name}" for name in ("k.weight", "k.bias", "v.weight", "v.bias", "k_norm.weight", "k_norm.bias")}
+    assert not set().union(*ranks.run(wrong_gradients, False, None, {}, False, size=4))
