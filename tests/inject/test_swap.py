@@ -213,9 +213,13 @@ def check_refusals(group):
         "added twice": ModulePlan(down, "rowwise", {"weight": overlapping}),
         "cut on dim": ModulePlan(down, "rowwise", {"weight": Shard.even((64, 96), 0, size)}),
         "twice: the gradients": ModulePlan(up, "colwise", {"weight": repeated}),
+        "at once": ModulePlan(up, "colwise", {"weight": Shard.even((96, 64), 0, size)}, columns=((0, 1),)),
+        "nn.Embedding has": ModulePlan(up, "embedding_colwise_local", {"weight": Shard.even((96, 64), 1, size)}),
+        "of its own, where": ModulePlan("model", "replicate", outputs=(0,)),
     }
     for words, entry in bad.items():
         model = tiny("llama")
+        model.model.shards = "its own"
         before = {name: value.clone() for name, value in model.state_dict().items()}
         with pytest.raises(PlanError, match=words):
             autotp.parallelize(model, group, plan=Plan(size, "LlamaForCausalLM", (entry,)))
