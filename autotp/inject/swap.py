@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,6 +113,7 @@ def rewrite_module(module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, s
 
 def make_border(module: nn.Module, entry: ModulePlan, rank: int) -> Border:
     """What is to happen around the module's forward on `rank`; a linear sums the gradients of its copies itself."""
+    check_inputs(module, entry)
     entries = tuple(
         Entry(i.argument, i.position, i.sums, i.dim, i.period, i.indices[rank] if i.indices else ()) for i in entry.inputs
     )
@@ -119,6 +121,22 @@ def make_border(module: nn.Module, entry: ModulePlan, rank: int) -> Border:
     if entry.style in ROLES and isinstance(module, nn.Linear | Conv1D):
         copied = []
     return Border(entry.summed, entry.once, tuple(copied), entries, entry.outputs, _dtype(entry))
+
+
+def check_inputs(module: nn.Module, entry: ModulePlan) -> None:
+    """Raise if the plan names an argument that the module's forward does not have, or has in another place."""
+    parameters = inspect.signature(module.forward).parameters if entry.inputs else {}
+    kinds = {parameter.kind for parameter in parameters.values()}
+    for each in entry.inputs:
+        names = list(parameters)
+        found = names.index(each.argument) if each.argument in parameters else None
+        wrong = found is None and inspect.Parameter.VAR_KEYWORD not in kinds
+        wrong |= each.position not in (None, found) and (found is not None or inspect.Parameter.VAR_POSITIONAL not in kinds)
+        if wrong or (each.dim is not None and not each.indices):
+            raise PlanError(
+                f"{entry.name}: the plan has argument '{each.argument}' at place {each.position} with {len(each.indices)} ranks' "
+                f"parts; {type(module).__name__}.forward takes ({', '.join(names)}). Make the plan again."
+            )
 
 
 def check_names(module: nn.Module, name: str) -> None:
@@ -134,8 +152,17 @@ def check_names(module: nn.Module, name: str) -> None:
 # -- one installer for each kind of forward -------------------------------------------------------------------------------
 
 
+def refuse_copies(entry: ModulePlan) -> None:
+    """Raise if ranks hold copies of what this module adds up or gathers."""
+    if any(shard.has_copies for shard in entry.shards.values()):
+        raise PlanError(
+            f"{entry.name}: a module of style {entry.style} adds up or gathers the ranks' parts, but some are held twice"
+        )
+
+
 def install_head(module: Any, entry: ModulePlan, group: TPGroup, shared: Shared) -> None:
     """The output embedding."""
+    refuse_copies(entry)
     insert_class(module, VocabParallelHead)
     prepare(module, group, entry.shards, entry.name)
     set_local_sizes(module)
@@ -150,6 +177,8 @@ def install_embedding(module: Any, entry: ModulePlan, group: TPGroup, shared: Sh
     if not isinstance(module, nn.Embedding):
         raise PlanError(f"{entry.name} is a {type(module).__name__}, which has no {entry.style} form: nn.Embedding has")
     check_embedding(module, entry.name)
+    if entry.style != "embedding_colwise_local":
+        refuse_copies(entry)
     insert_class(module, EMBEDDINGS[entry.style])
     prepare(module, group, entry.shards, entry.name)
     set_local_sizes(module)
@@ -163,6 +192,8 @@ def install_matmul(module: Any, entry: ModulePlan, group: TPGroup, shared: Share
     """
     style, role = entry.style, ROLES[entry.style]
     alone = style in styles.GATHERING_STYLES + styles.SPLITTING_STYLES
+    if alone:
+        refuse_copies(entry)
     if isinstance(module, CONVOLUTIONS) and not alone:
         rewrite_conv(module, CONVS[role], group, entry.shards, entry.name, _dtype(entry))
     elif isinstance(module, nn.Linear | Conv1D):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ class Border:
     outputs: tuple[int, ...] = ()
     reduce_dtype: torch.dtype | None = None
 
+    @cached_property
+    def slices(self) -> tuple[Entry, ...]:
+        """The entries that do something where no gradient is wanted."""
+        return tuple(entry for entry in self.entries if entry.dim is not None)
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the parameters that are read in another way than they lie there."""
@@ -83,10 +89,10 @@ class RegionModule(TensorParallel_Layer):
     autotp_border: Border
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        border = self.autotp_border
-        for entry in border.entries:
+        border, training = self.autotp_border, torch.is_grad_enabled()
+        for entry in border.entries if training else border.slices:
             args = enter_argument(self, entry, args, kwargs)
-        if border.once or (torch.is_grad_enabled() and (border.summed or border.copied)):
+        if border.once or (training and (border.summed or border.copied)):
             own = self._parameters
             self.__dict__["_parameters"] = read_parameters(self, border)
             try:

@@ -203,6 +203,7 @@ def check_refusals(group):
     )
     overlapping = Shard.from_indices((64, 96), 1, [range(60), range(36, 96)])
     repeated = Shard.from_indices((96, 64), 0, [range(60), [60, 60, *range(60, 96)]])
+    vocabulary = Shard.from_indices((131, 64), 0, [range(70), range(60, 131)])
     bad = {
         "the plan edits nothing": ModulePlan(attention, "replicate", attrs={"nothing": (1, 2)}),
         "config.nothing": ModulePlan(attention, "replicate", attrs={"config.nothing": (1, 2)}),
@@ -213,6 +214,10 @@ def check_refusals(group):
         "added twice": ModulePlan(down, "rowwise", {"weight": overlapping}),
         "cut on dim": ModulePlan(down, "rowwise", {"weight": Shard.even((64, 96), 0, size)}),
         "twice: the gradients": ModulePlan(up, "colwise", {"weight": repeated}),
+        "'hidden' at place": ModulePlan(attention, "replicate", inputs=(InputPlan("hidden", 0, True),)),
+        "place 3 with": ModulePlan(attention, "replicate", inputs=(InputPlan("attention_mask", 3, True),)),
+        "with 0 ranks' parts": ModulePlan(attention, "replicate", inputs=(InputPlan("attention_mask", 2, False, 1, 8),)),
+        "some are held twice": ModulePlan("model.embed_tokens", "embedding_rowwise", {"weight": vocabulary}),
         "at once": ModulePlan(up, "colwise", {"weight": Shard.even((96, 64), 0, size)}, columns=((0, 1),)),
         "nn.Embedding has": ModulePlan(up, "embedding_colwise_local", {"weight": Shard.even((96, 64), 1, size)}),
         "of its own, where": ModulePlan("model", "replicate", outputs=(0,)),
