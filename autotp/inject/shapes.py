@@ -52,7 +52,10 @@ def check_shapes(model: nn.Module, plan: Plan, rewrite: Callable[[nn.Module, Pla
         return
     expected = _try_run(model) if plan.tp_size > 1 and hasattr(model, "config") else None
     for rank in sorted({0, plan.tp_size - 1}):
-        shadow = _shadow(model, plan.shards, rank)
+        try:
+            shadow = _shadow(model, plan.shards, rank)
+        except Exception:  # a module that can't be copied can't be tried
+            return
         rewrite(shadow, plan, ShapeGroup(rank, plan.tp_size))
         if expected is None:
             continue
