@@ -11,12 +11,15 @@ import torch.distributed as dist
 
 from autotp.comm import (
     TPGroup,
+    copy_columns_to_group,
     copy_to_group,
     gather_from_group,
+    keep_on_first,
     reduce_from_group,
     reduce_owned_from_group,
     resolve_group,
     split_to_group,
+    sum_copies,
 )
 from autotp.errors import AutoTPError, GatherError, PlanError
 from autotp.shard import Shard
@@ -298,3 +301,74 @@ def test_a_group_of_one_needs_no_torch_distributed():
     assert tp.arrive("alone", "note") == ["note"] and tp.gather_objects(1) == [1] and tp.broadcast_object(2) == 2
     total = tp.all_reduce(x.detach())
     assert torch.equal(total, x) and total.data_ptr() != x.data_ptr()
+
+
+# -- what only some ranks hold, or only one reads -----------------------------------------------------------------------
+
+COPIED = {
+    "pairs": ([0, 1], [0, 1], [2, 3]),
+    "all": ([0, 1, 2, 3],) * 3,
+    "some": ([3, 0], [1, 3], [2, 1, 0]),
+    "none": ([0], [1, 3], [2]),
+}
+
+
+def check_copies(group, layout, dim, dtype):
+    tp, owned = resolve_group(group), COPIED[layout]
+    shape = (4, 3) if dim == 0 else (2, 4, 3)
+    shard = Shard.from_indices(shape, dim, owned)
+    # 256 + 1 + 1 in float32 is 258, in bfloat16 256: copies are added up in float32 at least
+    values = [torch.full(shard.local_shape(rank), (256.0, 1.0, 1.0)[rank], dtype=dtype) for rank in range(3)]
+    total = torch.zeros(shape, dtype=torch.float64)
+    for rank, value in enumerate(values):
+        total.index_add_(dim, shard.cuts[0].indices(rank), value.double())
+    leaf = made(tp.tp_rank, *shard.local_shape(tp.tp_rank)).to(dtype).requires_grad_()
+    x = sum_copies(leaf, tp, shard)
+    assert torch.equal(x, leaf) and (x is leaf) == (layout == "none")
+    grad = values[tp.tp_rank].transpose(0, -1).contiguous().transpose(0, -1)  # strided
+    before = grad.clone()
+    x.backward(grad)
+    assert torch.equal(grad, before) and torch.equal(leaf.grad, shard.split(total, tp.tp_rank).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("layout", list(COPIED))
+def test_gradients_of_copies_are_summed_over_their_holders(ranks, layout, dim, dtype):
+    ranks.run(check_copies, layout, dim, dtype, size=3)
+
+
+def check_some_columns(group):
+    tp = resolve_group(group)
+    leaf = made(0, 3, 7).requires_grad_()
+    y = copy_columns_to_group(leaf, tp, ((1, 3), (6, 7)))
+    assert torch.equal(y, leaf)
+    grads = [made(rank + 1, 3, 7) for rank in range(tp.tp_size)]
+    before, total = grads[tp.tp_rank].clone(), torch.stack(grads).sum(0)
+    y.backward(grads[tp.tp_rank])
+    expected = grads[tp.tp_rank].clone()
+    expected[:, [1, 2, 6]] = total[:, [1, 2, 6]]
+    torch.testing.assert_close(leaf.grad, expected)
+    assert torch.equal(grads[tp.tp_rank], before)
+    leaf.grad = None
+    y = keep_on_first(leaf, tp)
+    assert torch.equal(y, leaf if tp.tp_rank == 0 else torch.zeros_like(leaf))
+    y.backward(grads[tp.tp_rank])
+    assert torch.equal(leaf.grad, grads[0])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_some_columns_and_a_parameter_read_once(ranks, size):
+    ranks.run(check_some_columns, size=size)
+
+
+def check_any_dtype(group):
+    tp = resolve_group(group)
+    shard = Shard.from_indices((5,), 0, [[0, 3], [1, 2], [4]])
+    for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float16, torch.complex64):
+        full = torch.arange(5).remainder(3).to(dtype)
+        assert torch.equal(tp.all_gather(shard.split(full, tp.tp_rank).clone(), shard), full), dtype
+
+
+def test_buffers_of_any_dtype_are_gathered(ranks):
+    ranks.run(check_any_dtype, size=3)

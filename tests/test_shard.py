@@ -241,6 +241,35 @@ def test_owned_is_fast_at_vocabulary_size():
 
 
 @quick
+@given(st.lists(st.sets(st.integers(0, 9)), min_size=2, max_size=4), st.randoms())
+def test_copied_says_where_the_copies_lie(sets, random):
+    held = [list(own) for own in sets]
+    held[0] += sorted(set(range(10)).difference(*sets))
+    for own in held:
+        random.shuffle(own)
+    shard = Shard.from_indices((3, 10), 1, held)
+    several = [i for i in range(10) if sum(i in own for own in held) > 1]
+    if not several:
+        assert shard.copied is None
+        return
+    dim, count, by_rank = shard.copied
+    assert (dim, count) == (1, len(several))
+    for own, (places, slots) in zip(held, by_rank, strict=True):
+        at = take_runs(torch.arange(len(own)), 0, places).tolist()
+        numbers = take_runs(torch.arange(count), 0, slots).tolist()
+        assert [own[i] for i in at] == [several[i] for i in numbers]
+        assert sorted(numbers) == [i for i, index in enumerate(several) if index in own]
+
+
+def test_copied_refuses_what_repeats_inside_a_rank():
+    assert Shard.even((6, 2), 0, 3).copied is None and Shard.whole((4,), 2).copied is None
+    with pytest.raises(PlanError, match=r"rank 1 holds an index of dim 0 of shape .* twice"):
+        _ = Shard.from_indices((3,), 0, [[0, 1], [2, 2]]).copied
+    both = Shard.even((4, 4), 0, 2).and_cut(Shard.whole((4, 4), 2))
+    assert both.copied is None
+
+
+@quick
 @given(st.lists(st.integers(0, 50), max_size=60))
 def test_compressed_indices_enumerate_the_same(indices):
     runs = compress_indices(indices)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -16,6 +14,9 @@ from typing import Any
 
 from ..errors import PlanError
 from ..shard import Run, Shard
+from .describe import describe_plan, fold_name
+
+__all__ = ["InputPlan", "ModulePlan", "NormPlan", "Plan", "Region", "WholePlan", "fold_name"]
 
 COLUMN_STYLES = ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep")
 ROW_STYLES = ("rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep")
@@ -118,19 +119,6 @@ class ModulePlan:
     def __post_init__(self) -> None:
         # Lists would come back from JSON as tuples: one spelling, so that plans compare equal.
         object.__setattr__(self, "attrs", {name: _tuples(values) for name, values in self.attrs.items()})
-
-    def describe_extras(self, rank: int) -> str:
-        """What is done beside the style, in short: `sums weight; enters hidden_states; reduces output 0; num_heads=4`."""
-        said = [f"{word} {', '.join(names)}" for word, names in (("sums", self.summed), ("rank 0's", self.once)) if names]
-        for entry in self.inputs:
-            did = ["enters"] * entry.sums + [f"takes its part of dim {entry.dim} of"] * (entry.dim is not None)
-            said.append(f"{' and '.join(did)} {entry.argument}")
-        said += [f"columns {start}-{stop} enter" for start, stop in self.columns]
-        said += [f"reduces output {index}" for index in self.outputs]
-        said += [f"{self.norm.kind} norm over {self.norm.width} dealt columns"] if self.norm else []
-        said += [f"copies of {name} summed" for name, shard in self.shards.items() if shard.has_copies]
-        said += [f"{name}={values[rank]}" for name, values in self.attrs.items()]
-        return "; ".join(said)
 
 
 @dataclass(frozen=True)
@@ -280,25 +268,7 @@ class Plan:
 
     def describe(self, rank: int = 0) -> str:
         """The table a user reads: styles and `rank`'s shapes by name pattern, bytes, collectives, what is whole and why."""
-        gib, full = 1 / 2**30, self.full_bytes
-        lines = [
-            f"{self.model} over {self.tp_size} ranks: {self.split_share:.1%} of {full * gib:.2f} GiB of parameters split, "
-            f"{self.bytes_of_rank(rank) * gib:.2f} GiB on rank {rank}",
-            "",
-        ]
-        lines += _table(["module", "style", "full", f"rank {rank}", "from"], self._rows(rank))
-        if self.head or self.loss:
-            lines += ["", f"loss and logits: {self.loss}"]
-        forward, backward = self.collectives
-        lines += ["", f"collectives of activations between embedding and head: {forward} forward, {backward} backward"]
-        if self.whole:
-            lines += ["", "left whole on every rank:"]
-            grouped: dict[tuple[str, str], int] = Counter()
-            for entry in self.whole:
-                grouped[fold_name(entry.name), entry.reason] += entry.numel
-            ordered = sorted(grouped.items(), key=lambda item: -item[1])
-            lines += _table(["parameters", "elements", "why"], [[name, f"{n:,}", why] for (name, why), n in ordered])
-        return "\n".join(lines)
+        return describe_plan(self, rank)
 
     @property
     def collectives(self) -> tuple[int, int]:
@@ -317,28 +287,6 @@ class Plan:
         backward += sum(m.style in SPLITTING_STYLES for m in modules) + sum(bool(m.columns) for m in modules) + len(norms)
         return forward, backward
 
-    def _rows(self, rank: int) -> list[list[str]]:
-        rows: dict[tuple[str, ...], int] = {}
-        for module in self.modules:
-            shard = module.shards.get("weight") or next(iter(module.shards.values()), None)
-            full = "x".join(map(str, shard.shape)) if shard else "-"
-            local = "x".join(map(str, shard.local_shape(rank))) if shard else "whole"
-            said = "; ".join(filter(None, (module.why, module.describe_extras(rank))))
-            key = (fold_name(module.name), module.style, full, local, module.source + (f": {said}" if said else ""))
-            rows[key] = rows.get(key, 0) + 1
-        return [[f"{key[0]} ({n}x)" if n > 1 else key[0], *key[1:]] for key, n in rows.items()]
-
-
-def fold_name(name: str) -> str:
-    """`name` with its layer numbers as `*`."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(v) for v in value) if isinstance(value, list | tuple) else value
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
-    return [lines[0], "-" * min(len(lines[0]) + 8, 120), *lines[1:]]

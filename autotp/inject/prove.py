@@ -281,6 +281,16 @@ def prove(shadow: Shadow, plan: Plan, references: Sequence[Reference], rewrite: 
         _check_gradients(reference, inner, results)
 
 
+def try_rewrite(shadow: Shadow, plan: Plan, rewrite: Rewrite) -> None:
+    """Rewrite a copy of the first and of the last rank's part, so that what a module refuses is known before any is changed.
+
+    Raises:
+        PlanError: a module is not what its plan needs.
+    """
+    for rank in sorted({0, plan.tp_size - 1}):
+        rewrite(cut_shadow(shadow, plan.shards, rank).model, plan, SoloGroup(rank, plan.tp_size))
+
+
 def without_edges(plan: Plan) -> Plan:
     """The plan less the vocabulary's embedding and head, which follow a rule of their own."""
     edges = {name for name in plan.by_name if plan[name].why == "vocabulary"}

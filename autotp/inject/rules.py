@@ -28,7 +28,8 @@ from .auto import Planner, record_runs
 from .edges import edge_parameters, plan_edges
 from .pairs import pair_regions
 from .plan import ModulePlan, Plan, Region, WholePlan
-from .prove import prove
+from .prove import prove, try_rewrite
+from .record import Shadow
 from .swap import rewrite_modules
 
 Spec = dict[str, Any]
@@ -100,7 +101,10 @@ def _prove_given(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
     Raises:
         ProofError: it does not compute what the model does.
     """
-    if plan.tp_size == 1 or not plan.modules:
+    if not plan.modules:
+        return plan
+    try_rewrite(Shadow(model), plan, rewrite_modules)
+    if plan.tp_size == 1:
         return plan
     try:
         runs = record_runs(model, inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from ..comm import TPGroup
 from ..errors import PlanError
 from ..layers.base import TensorParallel_Layer, insert_class, plain_class
-from ..layers.conv import CONVOLUTIONS, ConvAllreduce, ConvLayer, ConvPartial, rewrite_conv, set_conv_sizes
+from ..layers.conv import CONVOLUTIONS, ConvAllreduce, ConvLayer, ConvPartial, ParallelConv, rewrite_conv, set_conv_sizes
 from ..layers.embedding import (
     HiddenParallelEmbedding,
     VocabParallelEmbedding,
@@ -34,12 +35,13 @@ from ..layers.linear import (
     set_linear_sizes,
 )
 from ..layers.norm import install_norm
-from ..layers.region import Entry, install_region
+from ..layers.region import Border, Entry, install_region
 from ..layers.siblings import SiblingInput
 from . import plan as styles
 from .attributes import set_attributes
 from .plan import ModulePlan, Plan
 
+Shared = Mapping[str, SiblingInput]
 COLUMN, ROW, PARTIAL = 0, 1, 2
 LINEARS = (LinearLayer, LinearAllreduce, LinearPartial)
 CONV1DS = (Conv1DLayer, Conv1DAllreduce, Conv1DPartial)
@@ -55,30 +57,9 @@ EMBEDDINGS = {
     "embedding_colwise_local": TensorParallel_Layer,  # the plain lookup, of this rank's columns
 }
 
-# Instance attributes that the rewrite sets on modules, over and above its own names.
-LAYER_STATE = [
-    "tp",
-    "shards",
-    "full_name",
-    "run",
-    "siblings",
-    "ends",
-    "gather_output",
-    "split_input",
-    "reduce_dtype",
-    "summed",
-    "once",
-    "copied",
-    "entries",
-    "outputs",
-    "columns",
-    "keep_sharded",
-    "owned_indices",
-    "kind",
-    "eps",
-    "width",
-    "holders",
-]
+# Instance attributes that the rewrite sets: on every rewritten module, and on linears, convolutions and embeddings alone.
+STATE = ("tp", "shards", "full_name", "owned_indices", "autotp_border", "autotp_norm")
+LINEAR_STATE = ("run", "siblings", "ends", "gather_output", "split_input", "reduce_dtype", "columns", "keep_sharded")
 
 
 def rewrite_modules(model: nn.Module, plan: Plan, group: TPGroup) -> None:
@@ -104,68 +85,154 @@ def rewrite_modules(model: nn.Module, plan: Plan, group: TPGroup) -> None:
                 row.ends = ended  # type: ignore[assignment]
 
 
-def rewrite_module(module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, shared: Mapping[str, SiblingInput]) -> None:
-    """Turn one module into what its plan says: its attributes, its own forward by style, then what surrounds that."""
-    name, style, shards, dtype = entry.name, entry.style, entry.shards, _dtype(entry)
-    set_attributes(module, name, entry.attrs, group.tp_rank)
-    if name == plan.head:
-        insert_class(module, VocabParallelHead)
-        prepare(module, group, shards, name)
-        set_local_sizes(module)
-    elif style in EMBEDDINGS:
-        check_embedding(module, name)
-        insert_class(module, EMBEDDINGS[style])
-        prepare(module, group, shards, name)
-        set_local_sizes(module)
-    elif style in ROLES:
-        rewrite_matmul(module, entry, group, shared)
-    elif entry.norm is not None:
-        install_norm(module, group, shards, name, entry.norm.kind, entry.norm.eps, entry.norm.width)
-    elif shards:
-        insert_class(module, TensorParallel_Layer)
-        prepare(module, group, shards, name)
-    if entry.columns:  # of a linear kept whole, or of a row linear's sum
-        insert_class(module, EnteringLinear)
-        module.tp, module.shards, module.full_name = group, shards, name
-        module.columns, module.reduce_dtype = entry.columns, dtype
-    copied = find_copied(module, entry)
-    if entry.summed or entry.once or copied or entry.inputs or entry.outputs:
-        entries = tuple(
-            Entry(i.argument, i.position, i.sums, i.dim, i.period, i.indices[group.tp_rank] if i.indices else ())
-            for i in entry.inputs
-        )
-        facets = {"summed": entry.summed, "once": entry.once, "copied": copied, "entries": entries, "outputs": entry.outputs}
-        install_region(module, group, shards, name, **facets, reduce_dtype=dtype)
-
-
-def rewrite_matmul(module: Any, entry: ModulePlan, group: TPGroup, shared: Mapping[str, SiblingInput]) -> None:
-    """Turn a linear, Conv1D or convolution into its column, row or partial layer.
+def rewrite_module(module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, shared: Shared) -> None:
+    """Turn one module into what its plan says: its attributes, a forward of one kind, then what surrounds that.
 
     Raises:
-        PlanError: the module is none of them.
+        PlanError: the plan says two kinds at once, or the module is not of that kind.
+    """
+    is_head = entry.name == plan.head
+    kinds = {
+        install_head: is_head,
+        install_embedding: entry.style in EMBEDDINGS,
+        install_matmul: entry.style in ROLES and not is_head,
+        install_dealt_norm: entry.norm is not None,
+        install_entering: bool(entry.columns) and entry.style not in styles.ROW_STYLES,
+    }
+    wanted = [install for install, wants in kinds.items() if wants]
+    if len(wanted) > 1:
+        raise PlanError(f"{entry.name}: the plan says style {entry.style}, norm {entry.norm} and columns {entry.columns} at once")
+    border = make_border(module, entry, group.tp_rank)
+    if wanted or border or entry.shards:
+        check_names(module, entry.name)
+    set_attributes(module, entry.name, entry.attrs, group.tp_rank)
+    (wanted or [install_shards])[0](module, entry, group, shared)
+    if border:
+        install_region(module, group, entry.shards, entry.name, border)
+
+
+def make_border(module: nn.Module, entry: ModulePlan, rank: int) -> Border:
+    """What is to happen around the module's forward on `rank`; a linear sums the gradients of its copies itself."""
+    check_inputs(module, entry)
+    entries = tuple(
+        Entry(i.argument, i.position, i.sums, i.dim, i.period, i.indices[rank] if i.indices else ()) for i in entry.inputs
+    )
+    copied = [name for name, shard in entry.shards.items() if name in module._parameters and shard.copied is not None]
+    if entry.style in ROLES and isinstance(module, nn.Linear | Conv1D):
+        copied = []
+    return Border(entry.summed, entry.once, tuple(copied), entries, entry.outputs, _dtype(entry))
+
+
+def check_inputs(module: nn.Module, entry: ModulePlan) -> None:
+    """Raise if the plan names an argument that the module's forward does not have, or has in another place."""
+    parameters = inspect.signature(module.forward).parameters if entry.inputs else {}
+    kinds = {parameter.kind for parameter in parameters.values()}
+    for each in entry.inputs:
+        names = list(parameters)
+        found = names.index(each.argument) if each.argument in parameters else None
+        wrong = found is None and inspect.Parameter.VAR_KEYWORD not in kinds
+        wrong |= each.position not in (None, found) and (found is not None or inspect.Parameter.VAR_POSITIONAL not in kinds)
+        if wrong or (each.dim is not None and not each.indices):
+            raise PlanError(
+                f"{entry.name}: the plan has argument '{each.argument}' at place {each.position} with {len(each.indices)} ranks' "
+                f"parts; {type(module).__name__}.forward takes ({', '.join(names)}). Make the plan again."
+            )
+
+
+def check_names(module: nn.Module, name: str) -> None:
+    """Raise if the module has an attribute of its own where a rewritten one keeps its shards."""
+    taken = [key for key in STATE[:3] if key in module.__dict__ or key in module._modules or key in module._parameters]
+    if taken and not isinstance(module, TensorParallel_Layer):
+        raise PlanError(
+            f"{name} ({type(module).__name__}) has attributes {taken} of its own, where a split module keeps its shards: "
+            f"leave it out of the plan"
+        )
+
+
+# -- one installer for each kind of forward -------------------------------------------------------------------------------
+
+
+def refuse_copies(entry: ModulePlan) -> None:
+    """Raise if ranks hold copies of what this module adds up or gathers."""
+    if any(shard.has_copies for shard in entry.shards.values()):
+        raise PlanError(
+            f"{entry.name}: a module of style {entry.style} adds up or gathers the ranks' parts, but some are held twice"
+        )
+
+
+def install_head(module: Any, entry: ModulePlan, group: TPGroup, shared: Shared) -> None:
+    """The output embedding."""
+    refuse_copies(entry)
+    insert_class(module, VocabParallelHead)
+    prepare(module, group, entry.shards, entry.name)
+    set_local_sizes(module)
+
+
+def install_embedding(module: Any, entry: ModulePlan, group: TPGroup, shared: Shared) -> None:
+    """An embedding cut over its rows or columns.
+
+    Raises:
+        PlanError: it is none, or has an option that needs the whole table.
+    """
+    if not isinstance(module, nn.Embedding):
+        raise PlanError(f"{entry.name} is a {type(module).__name__}, which has no {entry.style} form: nn.Embedding has")
+    check_embedding(module, entry.name)
+    if entry.style != "embedding_colwise_local":
+        refuse_copies(entry)
+    insert_class(module, EMBEDDINGS[entry.style])
+    prepare(module, group, entry.shards, entry.name)
+    set_local_sizes(module)
+
+
+def install_matmul(module: Any, entry: ModulePlan, group: TPGroup, shared: Shared) -> None:
+    """A linear, Conv1D or convolution as its column, row or partial layer.
+
+    Raises:
+        PlanError: the module is none of them, or a convolution is to gather or split.
     """
     style, role = entry.style, ROLES[entry.style]
-    if isinstance(module, CONVOLUTIONS):
+    alone = style in styles.GATHERING_STYLES + styles.SPLITTING_STYLES
+    if alone:
+        refuse_copies(entry)
+    if isinstance(module, CONVOLUTIONS) and not alone:
         rewrite_conv(module, CONVS[role], group, entry.shards, entry.name, _dtype(entry))
     elif isinstance(module, nn.Linear | Conv1D):
         layer = (CONV1DS if isinstance(module, Conv1D) else LINEARS)[role]
         rewrite_linear(module, layer, group, entry.shards, entry.name, _dtype(entry))
     else:
-        raise PlanError(
-            f"{entry.name} is a {type(module).__name__}, which has no {style} form: nn.Linear, Conv1D and convolutions have"
-        )
+        raise PlanError(f"{entry.name} is a {type(module).__name__}, which has no {style} form: leave it out of the plan")
     state = module.__dict__
     if role == COLUMN:
         state["siblings"] = shared[entry.siblings] if entry.siblings else None
-    if style in styles.GATHERING_STYLES + styles.SPLITTING_STYLES:
+    if alone:
         state["gather_output" if role == COLUMN else "split_input"] = True
+    if entry.columns:  # what the ranks have summed enters again (Mamba's x_proj)
+        insert_class(module, EnteringLinear)
+        module.columns, module.reduce_dtype = entry.columns, _dtype(entry)
 
 
-def find_copied(module: nn.Module, entry: ModulePlan) -> tuple[str, ...]:
-    """Names of parameters with copies whose gradient the module's own layer does not sum."""
-    if isinstance(module, ParallelLinear):
-        return ()
-    return tuple(name for name, shard in entry.shards.items() if name in module._parameters and shard.copied is not None)
+def install_dealt_norm(module: Any, entry: ModulePlan, group: TPGroup, shared: Shared) -> None:
+    """A norm over a dealt width."""
+    norm = entry.norm
+    assert norm is not None
+    install_norm(module, group, entry.shards, entry.name, norm.kind, norm.eps, norm.width)
+
+
+def install_entering(module: Any, entry: ModulePlan, group: TPGroup, shared: Shared) -> None:
+    """A linear kept whole of which some columns enter."""
+    insert_class(module, EnteringLinear)
+    prepare(module, group, entry.shards, entry.name)
+    module.columns, module.reduce_dtype = entry.columns, _dtype(entry)
+
+
+def install_shards(module: Any, entry: ModulePlan, group: TPGroup, shared: Shared) -> None:
+    """Any module that runs as it is on parts of its parameters and buffers."""
+    if entry.shards:
+        insert_class(module, TensorParallel_Layer)
+        prepare(module, group, entry.shards, entry.name)
+
+
+# -- and back -----------------------------------------------------------------------------------------------------------
 
 
 def make_plain(module: Any) -> None:
@@ -173,14 +240,15 @@ def make_plain(module: Any) -> None:
     weight = module.shards.get("weight")
     if weight is not None and isinstance(module, nn.Embedding):
         module.num_embeddings, module.embedding_dim = weight.shape
-    elif weight is not None and isinstance(module, (ParallelLinear, VocabParallelHead)):
+    elif weight is not None and isinstance(module, ParallelLinear | VocabParallelHead):
         set_linear_sizes(module, weight.shape)
-    elif weight is not None and isinstance(module, CONVS):
+    elif weight is not None and isinstance(module, ParallelConv):
         set_conv_sizes(module, weight.shape)
+    linear = isinstance(module, ParallelLinear | VocabParallelHead | EnteringLinear | ParallelConv)
+    for key in STATE + LINEAR_STATE if linear else STATE:
+        module.__dict__.pop(key, None)
     while isinstance(module, TensorParallel_Layer):  # a layer inside a region was inserted first
         module.__class__ = plain_class(module)
-    for key in LAYER_STATE:
-        module.__dict__.pop(key, None)
 
 
 def _dtype(entry: ModulePlan) -> torch.dtype | None:

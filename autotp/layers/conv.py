@@ -100,6 +100,9 @@ def rewrite_conv(
         raise PlanError(
             f"{name}: {type(module).__name__} has a forward of its own, so it can't be split. Leave it out of the plan."
         )
+    dims = [cut.dim for cut in shards["weight"].cuts]
+    if dims not in ([], [layer.cut_dim]):
+        raise PlanError(f"{name}: the weight of a {layer.__name__} is cut on dim {layer.cut_dim}, the plan cuts {dims}")
     if layer.cut_dim == 1 and shards["weight"].copied is not None:
         raise PlanError(f"{name}: several ranks hold the same input channels, so their products would be added twice")
     insert_class(module, layer)

@@ -220,10 +220,15 @@ def prepare(module: Any, group: TPGroup, shards: dict[str, Shard], name: str, re
     """Set what a linear's sharded forward reads; its class must be a layer's already, its data may come later.
 
     Raises:
-        PlanError: ranks hold copies of a linear's inputs, which would be counted twice.
+        PlanError: the weight is cut along the wrong dimension, or ranks hold copies of inputs, which would be counted twice.
     """
     module.tp, module.shards, module.full_name = group, shards, name
     if issubclass(type(module), ParallelLinear):
+        dims = [cut.dim for cut in shards["weight"].cuts]
+        if dims not in ([], [module.cut_dim]):
+            raise PlanError(
+                f"{name}: the weight of a {type(module).__name__} is cut on dim {module.cut_dim}, the plan cuts {dims}"
+            )
         module.run = select(Problem(module.op, group.device.type, module.weight.dtype))
         copied = {key: shard for key, shard in shards.items() if shard.copied is not None}
         if copied and module.cut_dim == module.in_dim:

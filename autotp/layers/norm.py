@@ -6,6 +6,7 @@ gradient depends on the whole row's statistic.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,6 +57,21 @@ def _share(x: Tensor, holders: Tensor | None) -> Tensor:
     return x if holders is None else x / holders
 
 
+@dataclass(frozen=True)
+class DealtNorm:
+    """How a DistributedNorm normalises.
+
+    Attributes:
+        kind: "rms", "rms1p" or "layernorm"; eps: added to the mean square; width: columns of the whole tensor.
+        holders: how many ranks hold each of this rank's columns, `[N_r]`, or None where all are held once.
+    """
+
+    kind: str
+    eps: float
+    width: int
+    holders: Tensor | None = None
+
+
 class DistributedNorm(TensorParallel_Layer):
     """A norm whose columns are dealt to the ranks; its forward stands for the module's own.
 
@@ -66,23 +82,20 @@ class DistributedNorm(TensorParallel_Layer):
 
     forward: `y = normalise(x) * weight (1 + weight for "rms1p") + bias`, rounded once to x's dtype.
 
+    The gradient of parameters with copies is summed over their holders by a RegionModule in front.
+
     Attributes:
-        kind: "rms", "rms1p" or "layernorm"; eps, width: as the plan has them.
-        holders: how many ranks hold each of this rank's columns, `[N_r]`, or None where all are held once; the gradient of
-            parameters with copies is summed over their holders by a RegionModule in front.
+        autotp_norm: the DealtNorm; one attribute, whose name no module has of its own.
     """
 
-    kind: str
-    eps: float
-    width: int
-    holders: Tensor | None
+    autotp_norm: DealtNorm
 
     def forward(self, x: Tensor) -> Tensor:
-        centred = self.kind == "layernorm"
-        y = _NormOverGroup.apply(x, self.tp, self.width, self.eps, centred, self.holders)
+        norm = self.autotp_norm
+        y = _NormOverGroup.apply(x, self.tp, norm.width, norm.eps, norm.kind == "layernorm", norm.holders)
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         if weight is not None:
-            y = y * (weight.to(y.dtype) + 1 if self.kind == "rms1p" else weight.to(y.dtype))
+            y = y * (weight.to(y.dtype) + 1 if norm.kind == "rms1p" else weight.to(y.dtype))
         if bias is not None:
             y = y + bias.to(y.dtype)
         return y.to(x.dtype)
@@ -105,9 +118,8 @@ def install_norm(module: Any, group: TPGroup, shards: dict[str, Shard], name: st
         )
     insert_class(module, DistributedNorm)
     module.tp, module.shards, module.full_name = group, shards, name
-    module.kind, module.eps, module.width = kind, eps, width
     shard = next(iter(shards.values()))
-    module.holders = count_holders(shard, group) if shard.copied is not None else None
+    module.autotp_norm = DealtNorm(kind, eps, width, count_holders(shard, group) if shard.copied is not None else None)
 
 
 def count_holders(shard: Shard, group: TPGroup) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,6 +39,36 @@ class Entry:
     runs: tuple[Run, ...] = ()
 
 
+@dataclass(frozen=True)
+class Border:
+    """What a RegionModule does around its own forward.
+
+    Attributes:
+        summed, once, copied: parameter names; entries: arguments that enter; outputs: indices of outputs that are partial.
+        reduce_dtype: dtype in which activations are summed; None for their own.
+    """
+
+    summed: tuple[str, ...] = ()
+    once: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+    entries: tuple[Entry, ...] = ()
+    outputs: tuple[int, ...] = ()
+    reduce_dtype: torch.dtype | None = None
+
+    @cached_property
+    def slices(self) -> tuple[Entry, ...]:
+        """The entries that do something where no gradient is wanted."""
+        return tuple(entry for entry in self.entries if entry.dim is not None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters that are read in another way than they lie there."""
+        return (*self.summed, *self.once, *self.copied)
+
+    def __bool__(self) -> bool:
+        return bool(self.names or self.entries or self.outputs)
+
+
 class RegionModule(TensorParallel_Layer):
     """A module with sharded computation inside, mixed in front of its own class.
 
@@ -52,44 +83,39 @@ class RegionModule(TensorParallel_Layer):
     `_parameters` is swapped for the length of the forward, so whatever reads a parameter by name finds what autograd must see.
 
     Attributes:
-        summed, once, copied: parameter names; entries: arguments that enter; outputs: indices of outputs that are partial.
-        reduce_dtype: dtype in which activations are summed; None for their own.
+        autotp_border: all of that; one attribute, whose name no module has of its own.
     """
 
-    summed: tuple[str, ...] = ()
-    once: tuple[str, ...] = ()
-    copied: tuple[str, ...] = ()
-    entries: tuple[Entry, ...] = ()
-    outputs: tuple[int, ...] = ()
-    reduce_dtype: torch.dtype | None = None
+    autotp_border: Border
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        for entry in self.entries:
+        border, training = self.autotp_border, torch.is_grad_enabled()
+        for entry in border.entries if training else border.slices:
             args = enter_argument(self, entry, args, kwargs)
-        if self.once or (torch.is_grad_enabled() and (self.summed or self.copied)):
+        if border.once or (training and (border.summed or border.copied)):
             own = self._parameters
-            self.__dict__["_parameters"] = read_parameters(self)
+            self.__dict__["_parameters"] = read_parameters(self, border)
             try:
                 output = super().forward(*args, **kwargs)
             finally:
                 self.__dict__["_parameters"] = own
         else:
             output = super().forward(*args, **kwargs)
-        return reduce_outputs(self, output) if self.outputs else output
+        return reduce_outputs(self, border, output) if border.outputs else output
 
 
-def read_parameters(module: RegionModule) -> dict[str, Any]:
+def read_parameters(module: RegionModule, border: Border) -> dict[str, Any]:
     """The module's parameters as its forward reads them."""
     own, tp = module._parameters, module.tp
     read: dict[str, Any] = dict(own)
-    for name in module.once:
+    for name in border.once:
         if (parameter := own[name]) is not None:
             read[name] = keep_on_first(parameter, tp)
     if torch.is_grad_enabled():
-        for name in module.summed:
+        for name in border.summed:
             if (parameter := own[name]) is not None and parameter.requires_grad:
                 read[name] = copy_to_group(parameter, tp, torch.promote_types(parameter.dtype, torch.float32))
-        for name in module.copied:
+        for name in border.copied:
             if (parameter := own[name]) is not None and parameter.requires_grad:
                 read[name] = sum_copies(parameter, tp, module.shards[name])
     return read
@@ -113,7 +139,7 @@ def enter_value(module: RegionModule, entry: Entry, value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         if entry.sums and value.requires_grad and torch.is_grad_enabled():
-            value = copy_to_group(value, module.tp, module.reduce_dtype)
+            value = copy_to_group(value, module.tp, module.autotp_border.reduce_dtype)
         return value if entry.dim is None else take_part_of(value, entry, module)
     if type(value) in (tuple, list):
         return type(value)(enter_value(module, entry, each) for each in value)
@@ -145,24 +171,24 @@ def take_part_of(x: Tensor, entry: Entry, module: RegionModule) -> Tensor:
     return take_runs(x.unflatten(dim, (-1, period)), dim + 1, entry.runs).flatten(dim, dim + 1)
 
 
-def reduce_outputs(module: RegionModule, output: Any) -> Any:
+def reduce_outputs(module: RegionModule, border: Border, output: Any) -> Any:
     """`output` with its partial sums added up over the ranks; an output that is None is left alone.
 
     Raises:
         PlanError: there is no such output.
     """
-    tp, dtype = module.tp, module.reduce_dtype
-    if isinstance(output, Tensor) and module.outputs == (0,):
+    tp, dtype = module.tp, border.reduce_dtype
+    if isinstance(output, Tensor) and border.outputs == (0,):
         return reduce_from_group(output, tp, dtype)
     is_dict = isinstance(output, dict)
     keys: Sequence[Any] = list(output) if is_dict else range(len(output)) if isinstance(output, tuple | list) else ()
-    if not keys or max(module.outputs) >= len(keys):
+    if not keys or max(border.outputs) >= len(keys):
         raise PlanError(
-            f"{module.full_name}: the plan reduces output(s) {list(module.outputs)}, but forward returned a "
+            f"{module.full_name}: the plan reduces output(s) {list(border.outputs)}, but forward returned a "
             f"{type(output).__name__} of {len(keys)}: make the plan again with inputs= like these"
         )
     values: Any = output if is_dict else list(output)
-    for index in module.outputs:
+    for index in border.outputs:
         value = values[keys[index]]
         if value is not None:
             values[keys[index]] = reduce_from_group(value, tp, dtype)
@@ -171,28 +197,14 @@ def reduce_outputs(module: RegionModule, output: Any) -> Any:
     return values
 
 
-def install_region(
-    module: Any,
-    group: TPGroup,
-    shards: dict[str, Shard],
-    name: str,
-    *,
-    summed: tuple[str, ...] = (),
-    once: tuple[str, ...] = (),
-    copied: tuple[str, ...] = (),
-    entries: tuple[Entry, ...] = (),
-    outputs: tuple[int, ...] = (),
-    reduce_dtype: torch.dtype | None = None,
-) -> None:
+def install_region(module: Any, group: TPGroup, shards: dict[str, Shard], name: str, border: Border) -> None:
     """Make `module` a RegionModule in place; it may be a layer of another kind already.
 
     Raises:
         PlanError: it has no such parameter.
     """
-    for key in (*summed, *once, *copied):
+    for key in border.names:
         if key not in module._parameters:
             raise PlanError(f"{name} ({type(module).__name__}) has no parameter '{key}' of its own: {list(module._parameters)}")
     insert_class(module, RegionModule)
-    module.tp, module.shards, module.full_name = group, shards, name
-    module.summed, module.once, module.copied = summed, once, copied
-    module.entries, module.outputs, module.reduce_dtype = entries, outputs, reduce_dtype
+    module.tp, module.shards, module.full_name, module.autotp_border = group, shards, name, border

@@ -24,6 +24,7 @@ from autotp.checkpoint.source import SINGLE_NAME, ModuleSource, SafetensorsSourc
 from autotp.comm import TPGroup
 from autotp.errors import AutoTPError, CheckpointError
 from autotp.shard import Shard
+from tests.layers.regions import Net, plan_of
 
 CPU = torch.device("cpu")
 SMALL = dict(hidden_size=16, intermediate_size=25, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -249,3 +250,22 @@ def test_memory_is_the_shard_and_one_tensor(tmp_path):
 
 if __name__ == "__main__":
     measure_load(*sys.argv[1:])
+
+
+def check_sharded_buffers(group):
+    """A buffer that the checkpoint holds, and one that it does not, both dealt by heads."""
+    whole, model, tp = Net(), Net(), TPGroup(group, CPU)
+    whole.attn.slopes += 1
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = None if parameter is None else nn.Parameter(parameter.detach().to("meta"))
+    plan = plan_of(tp.tp_size)
+    fill_from_source(model, plan, ModuleSource(whole), tp)
+    tensors = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        shard = plan.shards.get(name)
+        assert torch.equal(value, tensors[name] if shard is None else shard.split(tensors[name], tp.tp_rank)), name
+
+
+def test_buffers_are_cut_too(ranks):
+    ranks.run(check_sharded_buffers)

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from autotp.inject.plan import InputPlan, ModulePlan, NormPlan, Plan, Region
 from autotp.shard import Cut, Shard, compress_indices
 
-H, HEADS, KV, D, E, I = 12, 8, 2, 4, 3, 8  # hidden, heads, kv heads, head size, experts, their width
+H, HEADS, KV, D, E, WIDTH = 12, 8, 2, 4, 3, 8  # hidden, heads, kv heads, head size, experts, their width
 
 
 class Config(PreTrainedConfig):
@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Dealt norms over q and k (copied kv heads at 4 ranks), sinks, a bias table, alibi, slopes in a buffer, columns of a whole gate."""
+    """Norms over q and k (at 4 ranks kv heads are copied), sinks, a bias table, alibi, buffers, columns of a whole gate."""
 
     def __init__(self, config):
         super().__init__()
@@ -60,8 +60,13 @@ class Attention(nn.Module):
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
-        self.gate_up, self.gate_up_bias = nn.Parameter(torch.randn(E, 2 * I, H) * 0.3), nn.Parameter(torch.randn(E, 2 * I) * 0.3)
-        self.down, self.down_bias = nn.Parameter(torch.randn(E, H, I) * 0.3), nn.Parameter(torch.randn(E, H) * 0.3)
+        for name, shape in {
+            "gate_up": (E, 2 * WIDTH, H),
+            "gate_up_bias": (E, 2 * WIDTH),
+            "down": (E, H, WIDTH),
+            "down_bias": (E, H),
+        }.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape) * 0.3))
         self.gain = nn.Parameter(torch.ones(1))
 
     def forward(self, x, routing):
@@ -128,15 +133,15 @@ def plan_of(size, late=False):
         inputs=(*enters, InputPlan("alibi", 1, True, 0, HEADS, runs), InputPlan("mask", 3, False, 1, HEADS, runs)),
         outputs=(0,) if late else (),
     )
-    half = Shard.even((I,), 0, size).cuts[0].runs
-    packed = tuple(run + tuple((start + I, *rest) for start, *rest in run) for run in half)
+    half = Shard.even((WIDTH,), 0, size).cuts[0].runs
+    packed = tuple(run + tuple((start + WIDTH, *rest) for start, *rest in run) for run in half)
     experts = ModulePlan(
         "experts",
         "local_params",
         {
-            "gate_up": Shard((E, 2 * I, H), size, (Cut(1, packed),)),
-            "gate_up_bias": Shard((E, 2 * I), size, (Cut(1, packed),)),
-            "down": Shard((E, H, I), size, (Cut(2, half),)),
+            "gate_up": Shard((E, 2 * WIDTH, H), size, (Cut(1, packed),)),
+            "gate_up_bias": Shard((E, 2 * WIDTH), size, (Cut(1, packed),)),
+            "down": Shard((E, H, WIDTH), size, (Cut(2, half),)),
         },
         summed=("gain",),
         once=("down_bias",),

@@ -7,11 +7,14 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autotp
 from autotp.comm import TPGroup
+from autotp.inject.plan import ModulePlan, Plan, Region
 from autotp.layers.siblings import SiblingInput
+from autotp.shard import Shard
 from tests.models import tiny
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
@@ -212,3 +215,42 @@ def test_equal_tensors_are_not_the_same_input():
     entry = SiblingInput(TPGroup(None, torch.device("cpu")), 2)
     a, b = torch.ones(2, requires_grad=True) * 1, torch.ones(2, requires_grad=True) * 1
     assert entry.enter(a) is a and entry.enter(b) is b and entry.enter(a) is a
+
+
+class Parallel(nn.Module):
+    """Two column -> row pairs that read one tensor, as falcon's attention and MLP read one norm's output."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.d = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x))) + self.d(torch.tanh(self.c(x)))
+
+
+def check_two_regions(group):
+    size, whole = dist.get_world_size(group), Parallel()
+    modules, regions = [], []
+    for column, row, width in (("a", "b", 8), ("c", "d", 10)):
+        shards = {"weight": Shard.even((width, 6), 0, size), "bias": Shard.even((width,), 0, size)}
+        modules.append(ModulePlan(column, "colwise", shards, siblings="x"))
+        modules.append(ModulePlan(row, "rowwise", {"weight": Shard.even((6, width), 1, size)}))
+        regions.append(Region(column, (column,), (row,), (), (row,), (1,) * size))
+    plan = Plan(size, "Parallel", tuple(modules), tuple(regions))
+    assert plan.collectives == (2, 1)
+    mine = autotp.parallelize(copy.deepcopy(whole), group, plan=plan)
+    for seed in range(2):
+        grads = []
+        for model in (mine, whole):
+            leaf = made(seed, 3, 6).requires_grad_()
+            with Reductions() as seen:
+                model(leaf * 1).square().sum().backward()
+            assert len(seen.shapes) == (3 if model is mine else 0)
+            grads.append(leaf.grad)
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    assert mine.a.siblings is mine.c.siblings and mine.a.siblings._source is None
+
+
+def test_two_regions_that_read_one_tensor_share_one_reduction(ranks):
+    ranks.run(check_two_regions)
