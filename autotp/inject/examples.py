@@ -344,7 +344,7 @@ def _sound_variants(config: Any) -> list[dict[str, Any]]:
     variants += [{"mono": True, "sound_length": n} for n in (2000, 16000)]
     stacked = dict.fromkeys((_first(config, "num_stacked_frames"), 2, 4))
     variants += [{"bins_first": False, "sound_length": 64, "stacked_frames": n} for n in stacked if n]
-    return variants + [{**v, "without": _SOUND_MASKS} for v in variants[:2]]
+    return [{**v, "without": _SOUND_MASKS} for v in variants[:2]] + variants
 
 
 def _scenarios(model: nn.Module, length: int) -> list[list[Recipe]]:
@@ -479,7 +479,7 @@ def _told(error: str, sizes: tuple[int, int, int], width: int) -> list[dict[str,
     if counts := re.search(r"tokens?:? *\d+.*?features:? *(\d+)", error, re.DOTALL):
         each = max(1, int(counts[1]) // batch)
         # Some count rows of features, some their numbers.
-        return [{"media_tokens": n} for n in dict.fromkeys((each, max(1, each // width), *(each * n for n in range(2, 65))))]
+        return [{"media_tokens": n} for n in dict.fromkeys((each, max(1, each // width), *(each * n for n in range(2, 33))))]
     if counts := re.search(rf"tensor a \({length}\) must match the size of tensor b \((\d+)\)", error):
         return [{"length": int(counts[1])}]
     return []

@@ -11,7 +11,8 @@ from ..checkpoint.load import fill_from_source, place_buffers
 from ..checkpoint.save import save_pretrained
 from ..checkpoint.source import ModuleSource, SafetensorsSource, take_part
 from ..comm import TPGroup, resolve_group
-from ..errors import PlanError
+from .. import errors
+from ..errors import AutoTPError, PlanError
 from ..layers.base import check_usable, find_group, index_parameters, mark_broken, sharded_modules
 from ..layers.entry import install_entry, remove_entry
 from ..layers.guards import install_guards, mark_model, unmark_model
@@ -157,11 +158,18 @@ def plan_together(model: nn.Module, group: TPGroup, plan: Any, head: str, inputs
     """
     asked = plan.digest() if isinstance(plan, Plan) else repr(plan)
     check_alike(group, {"plan= arguments": asked, "head= arguments": head})
-    made = None
-    with group.together("making the plan"):
-        if group.tp_rank == 0:
+    made = failure = None
+    if group.tp_rank == 0:
+        try:
             made = make_plan(model, group.tp_size, plan, head, inputs).to_json()
-    return Plan.from_json(group.broadcast_object(made))
+        except Exception as error:  # every rank has to hear of it
+            failure = error
+    text, failed = group.broadcast_object((made, None if failure is None else (type(failure).__name__, str(failure))))
+    if failure is not None:
+        raise failure
+    if failed is not None:
+        raise getattr(errors, failed[0], AutoTPError)(failed[1])
+    return Plan.from_json(text)
 
 
 # -- the change ---------------------------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ BAD = {
     "unknown style": ({"plan": {"model.layers.*.mlp.up_proj": "columwise"}}, ["'columwise'", "colwise"]),
     "half a column pair": ({"plan": {"model.layers.*.mlp.up_proj": "colwise"}}, ["half a pair", "mlp.up_proj", "rowwise"]),
     "half a row pair": ({"plan": {"model.layers.*.mlp.down_proj": "rowwise"}}, ["half a pair", "mlp.down_proj"]),
-    "a sibling is missing": ({"plan": UP_DOWN}, ["does not run", "sibling"]),
+    "a sibling is missing": ({"plan": UP_DOWN}, ["does not compute", "sibling"]),
     "unit": ({"plan": {k: {"style": v, "unit": 64} for k, v in PAIR.items()}}, ["96", "unit of 64"]),
     "unknown key": ({"plan": {"model.layers.*.mlp.up_proj": {"style": "colwise", "units": 2}}}, ["'units'"]),
     "not built": ({"sequence_parallel": True}, ["sequence_parallel"]),
@@ -208,10 +208,11 @@ def test_is_refused_before_anything_changes(ranks, case):
 
 def check_heads(group):
     model = tiny("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    assert "2 unit(s)" in refusal(autotp.parallelize, model, group)
+    assert "2 unit(s)" in refusal(autotp.parallelize, model, group, plan="hf")
 
 
 def test_more_ranks_than_kv_heads_is_refused_with_the_numbers(ranks):
+    """A Hugging Face plan can't say that ranks hold copies; a discovered one can."""
     ranks.run(check_heads, size=3)
 
 
@@ -221,7 +222,7 @@ def check_differing(group):
     assert "other weights" in refusal(autotp.parallelize, model, group)
     same = tiny("llama")
     plan = "auto" if rank == 0 else PAIR
-    assert "other plans" in refusal(autotp.parallelize, same, group, plan=plan)
+    assert "other plan= arguments" in refusal(autotp.parallelize, same, group, plan=plan)
     bad = "auto" if rank == 0 else {"nowhere": "colwise"}
     message = refusal(autotp.parallelize, same, group, plan=bad)
     assert "nowhere" in message, message
