@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError, ProofError
@@ -61,6 +61,7 @@ def _record_runs(shadow: Shadow, model: nn.Module, inputs: Any) -> Runs:
     records: list[Record] = []
 
     def run(call: dict[str, Any]) -> None:
+        call = {key: widen(value) for key, value in call.items()}
         recorder = Recorder(shadow, len(records))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -77,6 +78,15 @@ def _record_runs(shadow: Shadow, model: nn.Module, inputs: Any) -> Runs:
         for seed, (batch, length) in enumerate(SHAPES):
             make_examples(model, batch, length, seed, run)
     return Runs(shadow, calls, records)
+
+
+def widen(value: Any) -> Any:
+    """Floating tensors in a nest of dicts, lists and tuples as float64, which is what shadows compute in."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().double() if value.is_floating_point() else value.cpu()
+    if type(value) in (list, tuple):
+        return type(value)(widen(v) for v in value)
+    return {k: widen(v) for k, v in value.items()} if type(value) is dict else value
 
 
 class Planner:
@@ -180,10 +190,10 @@ class Planner:
         try:
             self.attempt([*kept, *regions])
             return
-        except ProofError:
+        except ProofError as error:
             found = Search(self.placement, regions[0], self.build(regions[:1]), self.references, self.rewrite).run()
             if not found:
-                raise
+                raise ProofError(f"{error}; no edit of the integers that its forward reads makes it run") from error
         before = {name: dict(attrs) for name, attrs in self.edits.items()}
         first = next(iter(regions[0].rows))
         for region in regions:

@@ -73,7 +73,8 @@ def _embeddings(model: nn.Module) -> tuple[Any, Any]:
             return None
 
     embedding, output = ask("get_input_embeddings"), ask("get_output_embeddings")
-    return embedding if isinstance(embedding, nn.Embedding) else None, output if isinstance(output, nn.Module) else None
+    has_weight = isinstance(output, nn.Module) and isinstance(getattr(output, "weight", None), nn.Parameter)
+    return embedding if isinstance(embedding, nn.Embedding) else None, output if has_weight else None
 
 
 def edge_parameters(model: nn.Module) -> set[str]:

@@ -151,6 +151,8 @@ class RegionPlacement:
         for key, held in self.region.cols.items():
             site = self.tables.sites[key]
             self._cut(key[0], product_cut(site.shape, site.out_dims, held, key[0]))
+            for bias in site.biases:  # as its columns, also where softmax hides it (a bias of keys)
+                self._cut(bias, Shard.from_indices((site.out_size,), 0, [h.tolist() for h in held]))
             if self._is_layer(key):
                 style = "embedding_colwise_local" if site.kind == "embedding" else "colwise"
                 self.facets[key[0].rpartition(".")[0]].style = style
@@ -177,7 +179,8 @@ class RegionPlacement:
     def _pull_supports(self) -> Supports:
         """For every Parameter and buffer under the scope that is no site: per rank and dim, which indices its columns use."""
         shadow, prefix = self.tables.shadow, f"{self.scope}." if self.scope else ""
-        names = [n for n, p in shadow.parameters.items() if n.startswith(prefix) and n not in self.placement.site_parameters]
+        known = self.placement.site_parameters | {b for key in self.region.cols for b in self.tables.sites[key].biases}
+        names = [n for n in shadow.parameters if n.startswith(prefix) and n not in known]
         tensors = {n: shadow.leaf(n) for n in names if not shadow.leaf(n).is_meta and shadow.leaf(n).is_floating_point()}
         tensors |= {n: b for n, b in shadow.model.named_buffers() if n.startswith(prefix) and b.requires_grad}
         tensors = {n: t for n, t in tensors.items() if t.requires_grad}

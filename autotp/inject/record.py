@@ -54,7 +54,8 @@ class Call:
 class Site:
     """A Parameter as a linear map: `in_dims` of it are contracted, `out_dims` become output columns.
 
-    `readable` is False where the weight is no plain view of the Parameter: it is cut, but can take no role.
+    `readable` is False where the weight is no plain view of the Parameter: it is cut, but can take no role. `biases` are
+    Parameters that its calls add, one number a column.
     """
 
     key: SiteKey
@@ -62,6 +63,7 @@ class Site:
     in_dims: tuple[int, ...]
     kind: str
     readable: bool = True
+    biases: set[str] = field(default_factory=set)
     calls: list[Call] = field(default_factory=list)
 
     @property
@@ -243,6 +245,9 @@ class Recorder:
         kind = "embedding" if not op.x_axes else "linear"
         in_dims = inside.dims if inside and op.w_in else ()
         site = self.record.sites.setdefault(key, Site(key, tuple(parameter.shape), in_dims, kind, out is not None))
+        bias = self.shadow.find(op.bias)
+        if bias is not None and self.shadow.parameters[bias].shape == (site.out_size,):
+            site.biases.add(bias)
         shape = output_shape(func, args, kwargs)
         y = torch.randn(shape, generator=self.generator, dtype=torch.float64).requires_grad_()
         starts = (inside.start if inside else 0, out.start if out else 0)
@@ -267,11 +272,14 @@ class Recorder:
         self.stack.append(name)
         arguments, constants = {}, {}
         args, kwargs = list(args), dict(kwargs)
+        given: dict[int, tuple[Tensor, Tensor]] = {}  # one tensor passed twice stays one
         for key, value in bind_names(module, args, kwargs):
             if isinstance(value, Tensor) and value.is_floating_point():
                 if not value.requires_grad and torch.is_grad_enabled():
-                    constants[key] = leaf = value.detach().double().requires_grad_()
-                    value = leaf.clone()
+                    if id(value) not in given:
+                        leaf = value.detach().double().requires_grad_()
+                        given[id(value)] = (leaf, leaf.clone())
+                    constants[key], value = given[id(value)]
                     if isinstance(key, str) and key in kwargs:
                         kwargs[key] = value
                     else:

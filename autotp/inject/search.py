@@ -7,10 +7,10 @@ that fails later than the one before is a step in the right direction.
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ Place = tuple[str, str]  # a module's name, its layer numbers as "*", and an att
 Edits = dict[Place, tuple[Any, ...]]  # its value on each rank
 MAX_TRIALS = 1500
 MAX_SECONDS = 20.0
+MAX_EDITS = 8
 
 
 class Search:
@@ -104,54 +105,30 @@ class Search:
         return None
 
     def _climb(self, offers: dict[Place, list[tuple[Any, ...]]]) -> Edits | None:
-        """Sets in order of likelihood first; then the best one so far, one or two or three edits more at a time."""
+        """The likeliest sets first; then one edit more at a time, from the set that got furthest."""
         first = {place: values[0] for place, values in offers.items()}
         exact = {place: values[0] for place, values in offers.items() if len(set(self._sizes.get(self.reads[place], []))) > 0}
         starts: list[Edits] = [{}, exact, first]
-        best: Edits = {}
-        score = -1
         for edits in starts:
-            reached = self._progress(edits)
-            if reached is None:
+            if self._progress(edits) is None:
                 return edits
-            if reached > score:
-                best, score = edits, reached
-        singles = [(place, values) for place, options in offers.items() for values in options]
-        bases = [{}, best] if best else [{}]
-        for base in bases:
-            found = self._climb_from(base, singles)
-            if found is not None:
-                return found
+        singles = [(place, value) for place, values in offers.items() for value in values]
+        score = self._progress({})
+        assert score is not None
+        heap: list[tuple[int, int, int, Edits]] = [(-score, 0, 0, {})]
+        seen = {frozenset()}
+        while heap and not self._spent():
+            _, _, _, base = heapq.heappop(heap)
+            for place, value in singles:
+                edits = {**base, place: value}
+                if place in base or frozenset(edits.items()) in seen or len(edits) > MAX_EDITS:
+                    continue
+                seen.add(frozenset(edits.items()))
+                reached = self._progress(edits)
+                if reached is None:
+                    return edits
+                heapq.heappush(heap, (-reached, len(edits), len(seen), edits))
         return None
-
-    def _climb_from(self, base: Edits, singles: list[tuple[Place, tuple[Any, ...]]]) -> Edits | None:
-        score = self._progress(base)
-        while not self._spent() and score is not None:
-            for count in (1, 2, 3):
-                step = self._best_step(base, score, singles, count)
-                if step is not None:
-                    break
-            else:
-                return None
-            base, score = step
-        return base if score is None else None
-
-    def _best_step(self, base: Edits, score: int, singles: list, count: int) -> tuple[Edits, int | None] | None:
-        best: tuple[Edits, int] | None = None
-        for combo in combinations(singles, count):
-            if self._spent():
-                return best
-            if len({place for place, _ in combo}) < count:
-                continue
-            edits = {**base, **dict(combo)}
-            if edits == base:
-                continue
-            reached = self._progress(edits)
-            if reached is None:
-                return edits, None
-            if reached > score and (best is None or reached > best[1]):
-                best = (edits, reached)
-        return best
 
     def _spent(self) -> bool:
         return self.trials > MAX_TRIALS * self.tp_size or time.monotonic() - self.start > MAX_SECONDS
@@ -251,9 +228,11 @@ class Counting(Interceptor):
 
 
 def _detached(call: ModuleCall) -> tuple[tuple, dict]:
+    copies: dict[int, Tensor] = {}  # one tensor passed twice stays one
+
     def plain(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.detach().clone()
+            return copies.setdefault(id(value), value.detach().clone())
         if type(value) in (tuple, list):
             return type(value)(plain(v) for v in value)
         return value

@@ -157,7 +157,7 @@ def check_view(group, directory):
     edits = {
         "config.num_attention_heads": (4, 5),
         "config.rope_parameters": ("a", "b"),
-        "scaling": (0.5, 0.25),
+        "attention_dropout": (0.5, 0.25),
         "sizes": ([1], [2]),
     }
     model.model.layers[0].self_attn.sizes = [0]
@@ -167,7 +167,7 @@ def check_view(group, directory):
         view = module.config
         assert isinstance(view, type(live)) and view is not config and owner.model.layers[1].self_attn.config is config
         assert view.num_attention_heads == 4 + rank and config.num_attention_heads == 8
-        assert view.rope_parameters == "ab"[rank] and module.scaling == (0.5, 0.25)[rank] and module.sizes == [1 + rank]
+        assert view.rope_parameters == "ab"[rank] and module.attention_dropout == (0.5, 0.25)[rank] and module.sizes == [1 + rank]
         assert view.hidden_size == 64 and view.get_text_config().num_attention_heads == 8 and not hasattr(view, "nothing")
         owner.set_attn_implementation("eager")
         assert view._attn_implementation == config._attn_implementation == "eager"
@@ -184,7 +184,7 @@ def check_view(group, directory):
     assert saved.num_attention_heads == 8 and saved.rope_parameters == live.rope_parameters
     for owner in (autotp.unshard(model), autotp.unshard(twin)):
         module = owner.model.layers[0].self_attn
-        assert module.config is owner.config and module.sizes == [0] and module.scaling == 8**-0.5
+        assert module.config is owner.config and module.sizes == [0] and module.attention_dropout == 0.0
         assert type(module.config) is type(live)
 
 
