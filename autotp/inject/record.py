@@ -200,17 +200,31 @@ class Interceptor(TorchFunctionMode):
             return _batch_norm(*args, **kwargs)
         if isinstance(func, types.FunctionType) and "has_torch_function" in func.__code__.co_names or func in _COMPOSITES:
             return _open(func, self)(*args, **kwargs)
+        view = self._view(func, args, kwargs)
+        if view is not None:
+            return view
         args, kwargs = _map(self._widen, args), {key: _map(self._widen, value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
+
+    def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """What `func` makes of a big Parameter, where that is a view of it (an expert, a transpose): it stays without numbers."""
+        first = args[0] if args else None
+        if not isinstance(first, Tensor) or not first.is_meta or self.shadow.find(first) is None:
+            return None
+        try:
+            made = func(*_map(_widen_dtype, args), **{key: _map(_widen_dtype, value) for key, value in kwargs.items()})
+        except (RuntimeError, NotImplementedError, TypeError):  # it mixes the Parameter with tensors that have numbers
+            return None
+        parts = list(flatten(made))
+        return made if parts and all(self.shadow.find(part) is not None for part in parts) else None
 
     def _is_weight(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.is_floating_point() and self.shadow.find(value) is not None
 
     def _widen(self, value: Any) -> Any:
-        if isinstance(value, torch.dtype):
-            return torch.float64 if value in NARROW else torch.complex128 if value in COMPLEX else value
+        value = _widen_dtype(value)
         if isinstance(value, Tensor) and value.is_meta and self.shadow.find(value) is not None:
-            return value if torch.is_inference_mode_enabled() else self.shadow.fill(value)
+            return self.shadow.fill(value)
         return value
 
 
@@ -395,6 +409,12 @@ def _map(fn: Callable[[Any], Any], value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_map(fn, item) for item in value)
     return fn(value)
+
+
+def _widen_dtype(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value in NARROW else torch.complex128 if value in COMPLEX else value
+    return value
 
 
 def _storage(tensor: Tensor) -> int:
