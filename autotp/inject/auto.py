@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError, ProofError
-from .discover import Discovery, class_of, move_name, share_of
+from .discover import Discovery, class_of, find_shared_maps, move_name
 from .examples import make_examples
 from .placement import Placement
 from .norms import find_norms
@@ -132,6 +132,7 @@ class Planner:
         """The plan of all regions that prove."""
         self.discovery.choose()
         self._choose_with_norms()
+        self._choose_with_heads()
         if any(refusal.reason == "dead columns" for refusal in self.discovery.refused.values()):
             seeds = range(1000, 1000 + 4 * len(self.runs.calls))  # zero by chance (a sparse gate) is not zero again
             more = [self._record(self.runs.calls[seed % len(self.runs.calls)], seed, self.norms) for seed in seeds]
@@ -155,9 +156,25 @@ class Planner:
         records = [self._record(call, number, norms) for number, call in enumerate(self.runs.calls)]
         other = Discovery(self.runs.shadow, records, self.tp_size, self.blocked)
         other.choose()
-        if share_of(other.regions, other.tables) > share_of(self.discovery.regions, self.discovery.tables):
+        if other.split > self.discovery.split:
             self.discovery, self.norms = other, norms
             self.placement = Placement(other.tables, self.tp_size, norms)
+
+    def _choose_with_heads(self) -> None:
+        """Again with maps that all heads share seen as plain Parameters; kept if more is split that way."""
+        shadow, names = self.runs.shadow, find_shared_maps(self.discovery.tables)
+        if not names:
+            return
+        shadow.transparent |= names
+        records = [self._record(call, number, self.norms) for number, call in enumerate(self.runs.calls)]
+        other = Discovery(shadow, records, self.tp_size, self.blocked)
+        other.choose()
+        if other.split <= self.discovery.split:
+            shadow.transparent -= names
+            return
+        self.discovery, self.placement = other, Placement(other.tables, self.tp_size, self.norms)
+        self.runs.records = [self._record(call, number) for number, call in enumerate(self.runs.calls)]
+        self.references = self.runs.references()
 
     def _record(self, call: dict[str, Any], seed: int, norms: Iterable[str] = ()) -> Record:
         recorder = Recorder(self.runs.shadow, seed, norms)
@@ -224,9 +241,15 @@ class Planner:
                 raise ProofError(f"{error}; no edit of the integers that its forward reads makes it run") from error
         before = {name: dict(attrs) for name, attrs in self.edits.items()}
         first = next(iter(regions[0].rows))
-        for region in regions:
-            for (name, key), values in found.items():
-                self.edits.setdefault(move_name(name, first[0], next(iter(region.rows))[0]), {})[key] = values
+        moved = [
+            (move_name(name, first[0], next(iter(region.rows))[0]), key, values)
+            for region in regions
+            for (name, key), values in found.items()
+        ]
+        if any(name not in self.placement.modules for name, _, _ in moved):
+            raise ProofError("layers of one name are built differently")
+        for name, key, values in moved:
+            self.edits.setdefault(name, {})[key] = values
         try:
             self.attempt([*kept, *regions])
         except (ProofError, PlanError):

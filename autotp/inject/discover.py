@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from .plan import fold_name
 from .record import Record, Shadow, SiteKey
 from .regions import FoundRegion, Refusal, find_region
@@ -66,6 +64,11 @@ class Discovery:
             self.refused.pop(seed, None)
         except Refusal as refusal:
             self.refused[seed] = refusal
+
+    @property
+    def split(self) -> int:
+        """Number of parameters that the chosen regions split."""
+        return sum(map(self.weigh, self.regions))
 
     def weigh(self, region: FoundRegion) -> int:
         """Number of parameters that the region splits."""
@@ -137,8 +140,18 @@ def translate(tables: Tables, region: FoundRegion, seed: SiteKey, other: SiteKey
     return moved
 
 
-def share_of(regions: Sequence[FoundRegion], tables: Tables) -> float:
-    """Share of the sites' parameters that the regions split."""
-    split = {key[0] for region in regions for key in region.sites}
-    sizes = {key[0]: int(torch.tensor(site.shape).prod()) for key, site in tables.sites.items()}
-    return sum(sizes[name] for name in split) / max(1, sum(sizes.values()))
+def find_shared_maps(tables: Tables) -> set[str]:
+    """Weights applied to tensors with an axis more than the residual stream has: one map for all heads, say."""
+    sizes: dict[int, int] = {}
+    ranks: dict[SiteKey, int] = {}
+    for record in tables.records:
+        for key, site in record.sites.items():
+            for call in site.calls:
+                if site.in_dims and call.x_axes == (-1,):
+                    ranks[key] = max(ranks.get(key, 0), sum(n > 1 for n in call.x.shape))
+    for key, rank in ranks.items():
+        sizes[rank] = sizes.get(rank, 0) + tables.sites[key].in_size * tables.sites[key].out_size
+    if not sizes:
+        return set()
+    residual = max(sizes, key=lambda rank: sizes[rank])
+    return {key[0] for key, rank in ranks.items() if rank > residual}

@@ -18,6 +18,7 @@ from .tables import Tables
 KINDS: dict[str, Callable[[Tensor, Tensor, Tensor | None, float], Tensor]] = {
     "rms": lambda x, w, b, eps: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w,
     "rms1p": lambda x, w, b, eps: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (1 + w),
+    "rms_gated": lambda x, w, b, eps: KINDS["rms"](x[0] * torch.nn.functional.silu(x[1]), w, b, eps),
     "layernorm": lambda x, w, b, eps: torch.nn.functional.layer_norm(x, x.shape[-1:], w, b, eps),
 }
 
@@ -42,10 +43,10 @@ def _stands_before_one_row(tables: Tables, name: str, width: int) -> bool:
     for record in tables.records:
         for call in record.module_calls.get(name, []):
             inputs = [t for t in call.arguments.values() if t.requires_grad]
-            if not inputs or inputs[0].shape[-1] != width:
+            if not inputs or any(t.shape[-1] != width for t in inputs):
                 return False
             leaves = [(key, c) for key, site in record.sites.items() for c in site.calls]
-            grads = tables.pull(record, inputs[:1], [tables.random_like(inputs[0])], [c.y for _, c in leaves])
+            grads = tables.pull(record, inputs, [tables.random_like(t) for t in inputs], [c.y for _, c in leaves])
             sources |= {key for (key, _), grad in zip(leaves, grads, strict=True) if grad is not None and bool(grad.ne(0).any())}
     if not sources or any(key in tables.outputs for key in sources):
         return False
@@ -57,23 +58,33 @@ def _stands_before_one_row(tables: Tables, name: str, width: int) -> bool:
 def recognise(module: nn.Module, shadow: Shadow, width: int) -> NormPlan | None:
     """What norm a module computes, found by comparing its output on random numbers; None if it is none of `KINDS`."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(5, width, generator=generator, dtype=torch.float64)
+    x = torch.randn(2, 5, width, generator=generator, dtype=torch.float64)
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     assert weight is not None
     epsilons = [v for v in vars(module).values() if isinstance(v, float) and 0 < v < 1e-2] + [1e-5, 1e-6]
+    gated = _run(module, shadow, x[0], x[1])
+    actual = gated if gated is not None else _run(module, shadow, x[0])
+    if actual is None:
+        return None
+    for eps in epsilons:
+        for kind in ("rms_gated",) if gated is not None else ("rms", "rms1p", "layernorm"):
+            if bias is not None and kind != "layernorm":
+                continue
+            expected = KINDS[kind](x if kind == "rms_gated" else x[0], weight, bias, eps)
+            if torch.allclose(expected, actual, rtol=1e-9, atol=1e-9):
+                return NormPlan(kind, eps, width)
+    return None
+
+
+def _run(module: nn.Module, shadow: Shadow, *inputs: Tensor) -> Tensor | None:
+    """The module's output for `inputs`; None if it does not take them, or gives anything but one tensor like the first."""
     with running(), torch.no_grad():
         try:
             with Interceptor(shadow, _refuse):
-                actual = module(x)
-        except Exception:  # it takes more than one tensor, or reads something else
+                actual = module(*inputs)
+        except Exception:  # whatever it needs beside them
             return None
-        if not isinstance(actual, Tensor) or actual.shape != x.shape:
-            return None
-        for eps in epsilons:
-            for kind, compute in KINDS.items():
-                if (bias is None or kind == "layernorm") and torch.allclose(compute(x, weight, bias, eps), actual, rtol=1e-9, atol=1e-9):
-                    return NormPlan(kind, eps, width)
-    return None
+    return actual if isinstance(actual, Tensor) and actual.shape == inputs[0].shape else None
 
 
 def _refuse(*_: object) -> Tensor:

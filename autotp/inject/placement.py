@@ -33,6 +33,7 @@ class Facets:
     shards: dict[str, Shard] = field(default_factory=dict)
     siblings: str | None = None
     summed: set[str] = field(default_factory=set)
+    copied: set[str] = field(default_factory=set)
     once: set[str] = field(default_factory=set)
     columns: Tensor | None = None
     inputs: dict[str, InputPlan] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class Placement:
         self.tables, self.tp_size, self.norms = tables, tp_size, norms or {}
         self.modules = dict(tables.shadow.model.named_modules())
         self.parameters = tables.shadow.parameters
+        self.called = {name for record in tables.records for name in record.module_calls}
         self.site_parameters = {key[0] for key in tables.sites}
 
     def place(self, regions: Sequence[FoundRegion]) -> tuple[dict[str, ModulePlan], tuple[Region, ...]]:
@@ -59,7 +61,24 @@ class Placement:
         for number, region in enumerate(regions):
             RegionPlacement(self, region, facets, f"region{number}").place()
             listed.append(self._list(region))
+        self._lift(facets)
         return {name: self._finish(name, f) for name, f in facets.items()}, tuple(listed)
+
+    def _lift(self, facets: dict[str, Facets]) -> None:
+        """Parameters of a module that is never called are read by one around it: what happens there is said of that one."""
+        for name in list(facets):
+            f = facets[name]
+            copies = {leaf for leaf, shard in f.shards.items() if leaf in self.modules[name]._parameters and shard.has_copies}
+            if name in self.called or not (copies or f.summed or f.once) or f.style != "local_params":
+                continue
+            reader = name
+            while reader and reader not in self.called:
+                reader = reader.rpartition(".")[0]
+            below = name[len(reader) + 1 if reader else 0 :]
+            facets[reader].copied |= {f"{below}.{leaf}" for leaf in copies}
+            facets[reader].summed |= {f"{below}.{leaf}" for leaf in f.summed}
+            facets[reader].once |= {f"{below}.{leaf}" for leaf in f.once}
+            f.summed, f.once = set(), set()
 
     def _finish(self, name: str, f: Facets) -> ModulePlan:
         ranges = () if f.columns is None else tuple((s, s + n) for s, n, _, _ in _single_runs(f.columns))
@@ -75,6 +94,7 @@ class Placement:
             siblings=f.siblings,
             summed=tuple(sorted(f.summed - f.once)),
             once=tuple(sorted(f.once)),
+            copied=tuple(sorted(f.copied)),
             columns=ranges,
             inputs=tuple(f.inputs.values()),
             outputs=tuple(sorted(f.outputs)),
@@ -237,6 +257,8 @@ class RegionPlacement:
             period = smallest_period([per_rank[rank][dim] for rank in range(self.tp_size)])
             runs = tuple(compress_indices(m[dim][:period].nonzero().flatten().tolist()) for m in per_rank)
             plan = replace(plan, dim=dim - tensor.ndim if dim else 0, period=period, indices=runs)
+        if not sums and dim is None:
+            return
         inputs = self.facets[self.scope].inputs
         if name in inputs and inputs[name] != plan:
             merged = _merge_inputs(inputs[name], plan)

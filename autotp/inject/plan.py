@@ -65,7 +65,7 @@ class NormPlan:
     """A norm over a width that is dealt to the ranks; how its columns are dealt is said by the shards of its parameters.
 
     Attributes:
-        kind: "rms" (times weight), "rms1p" (times 1 + weight) or "layernorm".
+        kind: "rms" (times weight), "rms1p" (times 1 + weight), "rms_gated" (of x * silu(gate)) or "layernorm".
         eps: added to the mean square or variance; width: columns of the whole tensor that is normalised.
     """
 
@@ -92,6 +92,8 @@ class ModulePlan:
         source: where the line comes from; why: one line for the reader.
         once: parameters kept whole that are added behind a reduced value: read on rank 0 alone, as zeros elsewhere, and their
             gradient, rank 0's, reaches every rank.
+        copied: parameters of modules below, parts of which several ranks hold, that this module's forward reads itself; names
+            in `summed`, `once` and `copied` may be dotted where a forward reads a parameter of a module that it does not call.
         inputs: what is done to arguments of forward; outputs: which outputs (index into a tuple or by order into a
             ModelOutput, 0 for a lone tensor) are partial sums that are all-reduced when the module returns.
         norm: the module is a norm over a dealt width, and its forward is replaced.
@@ -111,6 +113,7 @@ class ModulePlan:
     source: str = "hf"
     why: str = ""
     once: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
     inputs: tuple[InputPlan, ...] = ()
     outputs: tuple[int, ...] = ()
     norm: NormPlan | None = None

@@ -27,6 +27,7 @@ from .reduce import Reduction
 from .sites import Operands, locate, read_site
 
 REAL_NUMEL = 1 << 20  # stand-ins of Parameters up to this size hold numbers from the start; larger ones when they are read
+SHORT_CHUNK = 8
 SiteKey = tuple[str, tuple[int, ...]]  # a Parameter's name and the dims of it that become output columns
 NARROW = {torch.float32, torch.float16, torch.bfloat16}
 COMPLEX = {torch.complex64, torch.complex32}
@@ -133,6 +134,7 @@ class Shadow:
         if reduction is not None:
             reduction.apply(self.model)
         _prepare_config(self.model)
+        _shorten_scans(self.model)
         self.generator = generator
         self.real: dict[int, nn.Parameter] = {}
         self.transparent: set[str] = set()
@@ -312,9 +314,10 @@ class Recorder:
     def _leave(self, name: str, module: nn.Module, args: tuple, output: Any) -> Any:
         self.stack.pop()
         if name in self.elementwise:
-            x = next(iter(self.record.module_calls[name][-1].arguments.values()))
-            probe = torch.randn(x.shape, generator=self.generator, dtype=torch.float64)
-            output = x * probe * module.weight + (0 if getattr(module, "bias", None) is None else module.bias)
+            output = module.weight
+            for x in self.record.module_calls[name][-1].arguments.values():
+                output = output * x * torch.randn(x.shape, generator=self.generator, dtype=torch.float64)
+            output = output + (0 if getattr(module, "bias", None) is None else module.bias)
         if output is not None:
             self.record.module_calls[name][-1].outputs = list(flatten(output))
         return output
@@ -468,6 +471,13 @@ def _prepare_config(model: nn.Module) -> None:
         for key, value in (("_attn_implementation_internal", "eager"), ("_experts_implementation_internal", "eager")):
             if hasattr(config, key):
                 object.__setattr__(config, key, value)
+
+
+def _shorten_scans(model: nn.Module) -> None:
+    """Chunked scans pad a few tokens to a whole chunk: on the copy, chunks are short."""
+    for module in model.modules():
+        if type(module.__dict__.get("chunk_size")) is int and module.chunk_size > SHORT_CHUNK:
+            module.chunk_size = SHORT_CHUNK
 
 
 def _batch_norm(x, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):

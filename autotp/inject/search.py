@@ -28,7 +28,6 @@ Place = tuple[str, str]  # a module's name, its layer numbers as "*", and an att
 Edits = dict[Place, tuple[Any, ...]]  # its value on each rank
 MAX_TRIALS = 1500
 MAX_SECONDS = 20.0
-MAX_EDITS = 8
 
 
 class Search:
@@ -41,6 +40,7 @@ class Search:
         self.scope = placement.scope(region)
         self.references = references
         self.inner = without_edges(plan)
+        self.values = all(module.norm is None for module in plan.modules)
         shadow = placement.tables.shadow
         self.locals = [cut_shadow(shadow, self.inner.shards, rank) for rank in range(plan.tp_size)]
         for rank, local in enumerate(self.locals):
@@ -81,7 +81,7 @@ class Search:
         calls = reference.record.module_calls.get(self.scope, [])
         if not calls:
             return None
-        run = RankRun(reference, local, self.inner.shards, rank, [1.0] * self.tp_size)
+        run = RankRun(reference, local, self.inner.shards, rank, [1.0] * self.tp_size, self.values)
         counter = Counting(local, run.respond)
         by_module: dict[str, dict[str, tuple[Any, ...]]] = {}
         for place, values in edits.items():
@@ -109,26 +109,40 @@ class Search:
         first = {place: values[0] for place, values in offers.items()}
         exact = {place: values[0] for place, values in offers.items() if len(set(self._sizes.get(self.reads[place], []))) > 0}
         starts: list[Edits] = [{}, exact, first]
-        for edits in starts:
-            if self._progress(edits) is None:
-                return edits
-        singles = [(place, value) for place, values in offers.items() for value in values]
-        score = self._progress({})
-        assert score is not None
-        heap: list[tuple[int, int, int, Edits]] = [(-score, 0, 0, {})]
-        seen = {frozenset()}
-        while heap and not self._spent():
-            _, _, _, base = heapq.heappop(heap)
-            for place, value in singles:
-                edits = {**base, place: value}
-                if place in base or frozenset(edits.items()) in seen or len(edits) > MAX_EDITS:
-                    continue
-                seen.add(frozenset(edits.items()))
-                reached = self._progress(edits)
-                if reached is None:
-                    return edits
+        heap: list[tuple[int, int, int, Edits]] = []
+        seen: set[frozenset] = set()
+
+        def visit(edits: Edits) -> bool:
+            """Whether `edits` do it; if not they are kept for later, the further they get the sooner."""
+            key = frozenset(edits.items())
+            if key in seen:
+                return False
+            seen.add(key)
+            reached = self._progress(edits)
+            if reached is not None:
                 heapq.heappush(heap, (-reached, len(edits), len(seen), edits))
+            return reached is None
+
+        for edits in starts:
+            if visit(edits):
+                return edits
+        while heap and not self._spent():
+            base = heapq.heappop(heap)[3]
+            for edits in self._neighbours(base, offers):
+                if self._spent():
+                    return None
+                if visit(edits):
+                    return edits
         return None
+
+    def _neighbours(self, base: Edits, offers: dict[Place, list[tuple[Any, ...]]]) -> Iterator[Edits]:
+        """Sets that differ from `base` in one edit."""
+        for place, values in offers.items():
+            if place in base:
+                yield {k: v for k, v in base.items() if k != place}
+            for value in values:
+                if base.get(place) != value:
+                    yield {**base, place: value}
 
     def _spent(self) -> bool:
         return self.trials > MAX_TRIALS * self.tp_size or time.monotonic() - self.start > MAX_SECONDS
@@ -191,6 +205,9 @@ class Search:
                 if key in self.tables.reach(row):
                     self._note_classes(key, row, held, note)
         note(sum(self.region.units), self.region.units)
+        for shard in self.inner.shards.values():  # Parameters and buffers beside the sites: a convolution, a table of heads
+            for cut in shard.cuts:
+                note(shard.shape[cut.dim], [shard.local_shape(rank)[cut.dim] for rank in range(self.tp_size)])
         return found
 
     def _note_classes(self, key: SiteKey, row: SiteKey, held: list[Tensor], note: Any) -> None:

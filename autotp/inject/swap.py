@@ -120,7 +120,7 @@ def make_border(module: nn.Module, entry: ModulePlan, rank: int) -> Border:
     copied = [name for name, shard in entry.shards.items() if name in module._parameters and shard.copied is not None]
     if entry.style in ROLES and isinstance(module, nn.Linear | Conv1D):
         copied = []
-    return Border(entry.summed, entry.once, tuple(copied), entries, entry.outputs, _dtype(entry))
+    return Border(entry.summed, entry.once, (*copied, *entry.copied), entries, entry.outputs, _dtype(entry))
 
 
 def check_inputs(module: nn.Module, entry: ModulePlan) -> None:

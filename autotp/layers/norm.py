@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -18,7 +19,7 @@ from ..errors import PlanError
 from ..shard import Shard
 from .base import TensorParallel_Layer, insert_class
 
-KINDS = ("rms", "rms1p", "layernorm")
+KINDS = ("rms", "rms1p", "layernorm", "rms_gated")
 
 
 class _NormOverGroup(torch.autograd.Function):
@@ -62,7 +63,7 @@ class DealtNorm:
     """How a DistributedNorm normalises.
 
     Attributes:
-        kind: "rms", "rms1p" or "layernorm"; eps: added to the mean square; width: columns of the whole tensor.
+        kind: "rms", "rms1p", "layernorm" or "rms_gated"; eps: added to the mean square; width: columns of the whole tensor.
         holders: how many ranks hold each of this rank's columns, `[N_r]`, or None where all are held once.
     """
 
@@ -80,7 +81,8 @@ class DistributedNorm(TensorParallel_Layer):
     | x, y | `[..., N_r]` |
     | weight, bias | `[N_r]`, or None |
 
-    forward: `y = normalise(x) * weight (1 + weight for "rms1p") + bias`, rounded once to x's dtype.
+    forward: `y = normalise(x) * weight (1 + weight for "rms1p") + bias`, rounded once to x's dtype; "rms_gated" normalises
+    `x * silu(gate)` where it is given a gate.
 
     The gradient of parameters with copies is summed over their holders by a RegionModule in front.
 
@@ -90,15 +92,18 @@ class DistributedNorm(TensorParallel_Layer):
 
     autotp_norm: DealtNorm
 
-    def forward(self, x: Tensor) -> Tensor:
-        norm = self.autotp_norm
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        norm, x = self.autotp_norm, hidden_states
+        if gate is not None:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            x = x.to(wide) * F.silu(gate.to(wide))
         y = _NormOverGroup.apply(x, self.tp, norm.width, norm.eps, norm.kind == "layernorm", norm.holders)
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         if weight is not None:
             y = y * (weight.to(y.dtype) + 1 if norm.kind == "rms1p" else weight.to(y.dtype))
         if bias is not None:
             y = y + bias.to(y.dtype)
-        return y.to(x.dtype)
+        return y.to(hidden_states.dtype)
 
 
 def install_norm(module: Any, group: TPGroup, shards: dict[str, Shard], name: str, kind: str, eps: float, width: int) -> None:

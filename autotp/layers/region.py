@@ -7,7 +7,7 @@ autograd, at the module's own forward: no hook on a Parameter or a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -93,32 +93,43 @@ class RegionModule(TensorParallel_Layer):
         for entry in border.entries if training else border.slices:
             args = enter_argument(self, entry, args, kwargs)
         if border.once or (training and (border.summed or border.copied)):
-            own = self._parameters
-            self.__dict__["_parameters"] = read_parameters(self, border)
+            swapped = swap_parameters(self, border)
             try:
                 output = super().forward(*args, **kwargs)
             finally:
-                self.__dict__["_parameters"] = own
+                for owner, own in swapped:
+                    owner.__dict__["_parameters"] = own
         else:
             output = super().forward(*args, **kwargs)
         return reduce_outputs(self, border, output) if border.outputs else output
 
 
-def read_parameters(module: RegionModule, border: Border) -> dict[str, Any]:
-    """The module's parameters as its forward reads them."""
-    own, tp = module._parameters, module.tp
-    read: dict[str, Any] = dict(own)
+def swap_parameters(module: RegionModule, border: Border) -> list[tuple[Any, dict[str, Any]]]:
+    """Put the parameters as the forward reads them in the place of the module's own; `(module, what was there)` of each."""
+    tp, swapped = module.tp, {}
+
+    def put(name: str, read: Callable[[Any, Any, str], Tensor]) -> None:
+        holder, _, leaf = name.rpartition(".")
+        owner: Any = module.get_submodule(holder) if holder else module
+        if id(owner) not in swapped:
+            swapped[id(owner)] = (owner, owner._parameters)
+            owner.__dict__["_parameters"] = dict(owner._parameters)
+        parameter = owner._parameters[leaf]
+        if parameter is not None:
+            owner._parameters[leaf] = read(parameter, owner, leaf)
+
     for name in border.once:
-        if (parameter := own[name]) is not None:
-            read[name] = keep_on_first(parameter, tp)
+        put(name, lambda parameter, owner, leaf: keep_on_first(parameter, tp))
     if torch.is_grad_enabled():
         for name in border.summed:
-            if (parameter := own[name]) is not None and parameter.requires_grad:
-                read[name] = copy_to_group(parameter, tp, torch.promote_types(parameter.dtype, torch.float32))
+            put(name, lambda p, owner, leaf: copy_to_group(p, tp, _wide(p)) if p.requires_grad else p)
         for name in border.copied:
-            if (parameter := own[name]) is not None and parameter.requires_grad:
-                read[name] = sum_copies(parameter, tp, module.shards[name])
-    return read
+            put(name, lambda p, owner, leaf: sum_copies(p, tp, owner.shards[leaf]) if p.requires_grad else p)
+    return list(swapped.values())
+
+
+def _wide(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def enter_argument(module: RegionModule, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -204,7 +215,8 @@ def install_region(module: Any, group: TPGroup, shards: dict[str, Shard], name: 
         PlanError: it has no such parameter.
     """
     for key in border.names:
-        if key not in module._parameters:
+        holder, _, leaf = key.rpartition(".")
+        if leaf not in (module.get_submodule(holder) if holder else module)._parameters:
             raise PlanError(f"{name} ({type(module).__name__}) has no parameter '{key}' of its own: {list(module._parameters)}")
     insert_class(module, RegionModule)
     module.tp, module.shards, module.full_name, module.autotp_border = group, shards, name, border
