@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import PlanError
+from ..layers.attention import attention_shards
 from ..shard import Shard, compress_indices
 from .plan import InputPlan, ModulePlan, NormPlan, Region
 from .record import Call, ModuleCall, SiteKey, bind_position, columns
@@ -47,6 +48,7 @@ class Placement:
         self.tables, self.tp_size, self.norms = tables, tp_size, norms or {}
         self.modules = dict(tables.shadow.model.named_modules())
         self.parameters = tables.shadow.parameters
+        self.attention = {name for name, module in self.modules.items() if isinstance(module, nn.MultiheadAttention)}
         self.called = {name for record in tables.records for name in record.module_calls}
         self.site_parameters = {key[0] for key in tables.sites}
 
@@ -104,7 +106,9 @@ class Placement:
 
     def _list(self, region: FoundRegion) -> Region:
         def names(keys: Iterable[SiteKey]) -> tuple[str, ...]:
-            return tuple(dict.fromkeys(key[0].rpartition(".")[0] for key in keys))
+            owners = (key[0].rpartition(".")[0] for key in keys)
+            scope = self.scope(region)
+            return tuple(dict.fromkeys(scope if owner == f"{scope}.out_proj" and scope in self.attention else owner for owner in owners))
 
         enters = tuple((k[0].rpartition(".")[0], 0, int(m.sum())) for k, m in region.enters.items())
         cols, rows = names(region.cols), names(region.rows)
@@ -140,6 +144,9 @@ class RegionPlacement:
     def place(self) -> None:
         raw_rows = [key for key in self.region.rows if not self._is_layer(key)]
         raw_cols = [key for key in self.region.cols if not self._is_layer(key)]
+        if isinstance(self.placement.modules[self.scope], nn.MultiheadAttention):
+            self._deal_attention()
+            return
         self.supports = self._pull_supports()
         self._cut_sites()
         self._cut_parameters()
@@ -152,6 +159,21 @@ class RegionPlacement:
                 self._enter_raw(key)
         self._group_siblings(raw_cols)
         self._enter_whole_sites()
+
+    def _deal_attention(self) -> None:
+        """torch's own attention, by the rule that it has: heads are dealt.
+
+        Raises:
+            PlanError: no rank may have a part of a head.
+        """
+        module = self.placement.modules[self.scope]
+        assert isinstance(module, nn.MultiheadAttention)
+        (held,) = self.region.rows.values() if len(self.region.rows) == 1 else (None,)
+        if held is None or any(len(h) % module.head_dim for h in held):
+            raise PlanError(f"{self.scope}: {len(self.region.rows)} row(s) of {module.num_heads} heads can't be dealt by heads")
+        facets = self.facets[self.scope]
+        facets.style = "multihead_attention"
+        facets.shards = attention_shards(module, [len(h) // module.head_dim for h in held], self.scope)
 
     # -- sites --------------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ EMBEDDING_STYLES = ("embedding_rowwise", "embedding_colwise")
 # Only in plans that say themselves who reduces and who enters, not in a caller's dict.
 PARTIAL_STYLES = ("rowwise_partial",)
 LOCAL_EMBEDDING_STYLES = ("embedding_colwise_local",)
+ATTENTION_STYLES = ("multihead_attention",)  # nn.MultiheadAttention with its out_proj: a rule of its own
 SUM_STYLES = ("replicated_with_grad_allreduce",)
 MISC_STYLES = ("mla_kv_a_proj", "local_params", "replicate", "whole")
 NOT_BUILT_STYLES = {
@@ -285,9 +286,11 @@ class Plan:
         modules = [m for m in self.modules if m.name != self.head]
         norms = [m.norm for m in modules if m.norm is not None]
         forward = sum(m.style in ROW_STYLES + GATHERING_STYLES for m in modules) + sum(len(m.outputs) for m in modules)
-        forward += len(norms) + sum(norm.kind == "layernorm" for norm in norms)
+        attentions = sum(m.style in ATTENTION_STYLES for m in modules)
+        forward += attentions + len(norms) + sum(norm.kind == "layernorm" for norm in norms)
         backward = len({m.siblings for m in modules if m.siblings}) + sum(entry.sums for m in modules for entry in m.inputs)
-        backward += sum(m.style in SPLITTING_STYLES for m in modules) + sum(bool(m.columns) for m in modules) + len(norms)
+        backward += sum(m.style in SPLITTING_STYLES for m in modules) + sum(bool(m.columns) for m in modules)
+        backward += attentions + len(norms)
         return forward, backward
 
 

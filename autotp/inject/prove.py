@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..comm import TPGroup
 from ..errors import ProofError
 from ..shard import Shard
-from .plan import Plan
+from .plan import ATTENTION_STYLES, Plan
 from .record import Call, Interceptor, Record, Shadow, Site, SiteKey, add_bias, flatten, running
 from .sites import Operands
 
@@ -301,9 +301,11 @@ def try_rewrite(shadow: Shadow, plan: Plan, rewrite: Rewrite) -> None:
 
 
 def without_edges(plan: Plan) -> Plan:
-    """The plan less the vocabulary's embedding and head, which follow a rule of their own."""
-    edges = {name for name in plan.by_name if plan[name].why == "vocabulary"}
-    return replace(plan, modules=tuple(m for m in plan.modules if m.name not in edges), head=None)
+    """The plan less what follows rules of their own: the vocabulary's embedding and head, and torch's own attention."""
+    modules = [m for m in plan.modules if m.why != "vocabulary" and m.style not in ATTENTION_STYLES]
+    kept = {m.name for m in modules}
+    regions = tuple(r for r in plan.regions if set(r.rows) <= kept)
+    return replace(plan, modules=tuple(modules), regions=regions, head=None)
 
 
 def make_parts(size: int) -> list[float]:

@@ -358,7 +358,7 @@ def _forward_names(forward: Any) -> tuple[tuple[str, ...], bool]:
     except (TypeError, ValueError):
         return (), True
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return tuple(names[1:] if names[:1] == ["self"] else names), False
+    return tuple(names[1:]), False  # without self, whatever it is called
 
 
 def bind_names(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

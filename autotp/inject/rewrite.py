@@ -209,6 +209,7 @@ def join_weights(model: nn.Module) -> None:
                     done[id(buffer)] = (buffer, module.tp.all_gather(buffer, shard))
                 module._buffers[name] = done[id(buffer)][1]
         make_plain(module)
+    restore_fast_paths(model)
 
 
 def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str) -> None:

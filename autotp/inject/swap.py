@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..comm import TPGroup
 from ..errors import PlanError
+from ..layers.attention import disable_fast_paths, rewrite_attention
 from ..layers.base import TensorParallel_Layer, insert_class, plain_class
 from ..layers.conv import CONVOLUTIONS, ConvAllreduce, ConvLayer, ConvPartial, ParallelConv, rewrite_conv, set_conv_sizes
 from ..layers.embedding import (
@@ -76,6 +77,7 @@ def rewrite_modules(model: nn.Module, plan: Plan, group: TPGroup) -> None:
     shared = {key: SiblingInput(group, count, dtypes[key]) for key, count in members.items()}
     for entry in plan.modules:
         rewrite_module(model.get_submodule(entry.name), entry, plan, group, shared)
+    disable_fast_paths(model)
     last = {plan[name].siblings: region for region in plan.regions for name in region.columns if name in plan.by_name}
     for region in plan.regions:
         ended = tuple(shared[key] for key, until in last.items() if key is not None and until is region)
@@ -96,6 +98,7 @@ def rewrite_module(module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, s
         install_head: is_head,
         install_embedding: entry.style in EMBEDDINGS,
         install_matmul: entry.style in ROLES and not is_head,
+        install_attention: entry.style in styles.ATTENTION_STYLES,
         install_dealt_norm: entry.norm is not None,
         install_entering: bool(entry.columns) and entry.style not in styles.ROW_STYLES,
     }
@@ -209,6 +212,11 @@ def install_matmul(module: Any, entry: ModulePlan, group: TPGroup, shared: Share
     if entry.columns:  # what the ranks have summed enters again (Mamba's x_proj)
         insert_class(module, EnteringLinear)
         module.columns, module.reduce_dtype = entry.columns, _dtype(entry)
+
+
+def install_attention(module: Any, entry: ModulePlan, group: TPGroup, shared: Shared) -> None:
+    """torch's own attention, heads dealt."""
+    rewrite_attention(module, group, entry.shards, entry.name, _dtype(entry))
 
 
 def install_dealt_norm(module: Any, entry: ModulePlan, group: TPGroup, shared: Shared) -> None:
