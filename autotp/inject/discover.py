@@ -31,7 +31,9 @@ class Discovery:
     def choose(self) -> list[FoundRegion]:
         """Take regions greedily, largest first; each choice frees no site and may shrink the others."""
         tables = self.tables
-        seeds = [k for k, s in tables.sites.items() if s.in_dims and k not in self.blocked | self.banned and tables.is_structured(k)]
+        seeds = [
+            k for k, s in tables.sites.items() if s.in_dims and k not in self.blocked | self.banned and tables.is_structured(k)
+        ]
         taken: set[SiteKey] = set(self.banned)
         for region in self.regions:
             taken |= region.sites

@@ -108,7 +108,9 @@ class Placement:
         def names(keys: Iterable[SiteKey]) -> tuple[str, ...]:
             owners = (key[0].rpartition(".")[0] for key in keys)
             scope = self.scope(region)
-            return tuple(dict.fromkeys(scope if owner == f"{scope}.out_proj" and scope in self.attention else owner for owner in owners))
+            return tuple(
+                dict.fromkeys(scope if owner == f"{scope}.out_proj" and scope in self.attention else owner for owner in owners)
+            )
 
         enters = tuple((k[0].rpartition(".")[0], 0, int(m.sum())) for k, m in region.enters.items())
         cols, rows = names(region.cols), names(region.rows)
@@ -361,7 +363,9 @@ class RegionPlacement:
     def _sum_between(self, record, target: Tensor, owner: str) -> None:
         """Parameters inside `owner` that `target` depends on lie between where it enters and where it is split."""
         shadow, prefix = self.tables.shadow, f"{owner}." if owner else ""
-        names = [n for n in shadow.parameters if n.startswith(prefix) and not shadow.leaf(n).is_meta and shadow.leaf(n).requires_grad]
+        names = [
+            n for n in shadow.parameters if n.startswith(prefix) and not shadow.leaf(n).is_meta and shadow.leaf(n).requires_grad
+        ]
         for name, grad in zip(names, self._reached(record, target, [shadow.leaf(n) for n in names]), strict=True):
             if grad is not None:
                 module, _, leaf = name.rpartition(".")
@@ -396,7 +400,9 @@ class RegionPlacement:
     def _add_once(self, record, owner: str, value: Tensor) -> None:
         """What reaches the owner's output past the rows: Parameters are added on one rank, outputs of whole sites enter."""
         shadow, prefix = self.tables.shadow, f"{owner}."
-        names = [n for n in shadow.parameters if n.startswith(prefix) and shadow.leaf(n).requires_grad and not shadow.leaf(n).is_meta]
+        names = [
+            n for n in shadow.parameters if n.startswith(prefix) and shadow.leaf(n).requires_grad and not shadow.leaf(n).is_meta
+        ]
         grads = self.tables.pull(record, [value], [self.tables.random_like(value)], [shadow.leaf(n) for n in names])
         for name, grad in zip(names, grads, strict=True):
             if grad is not None and bool(grad.ne(0).any()):

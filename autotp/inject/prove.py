@@ -139,7 +139,9 @@ def make_reference(shadow: Shadow, call: dict[str, Any], record: Record, seed: i
     at = [c.y for c in calls] + [shadow.leaf(n) for n in names]
     tensors, cotangents = zip(*targets, strict=True)
     grads = list(torch.autograd.grad(tensors, at, cotangents, retain_graph=True, allow_unused=True))
-    made = Reference(call, record, site_grads, output_grads, grads[: len(calls)], dict(zip(names, grads[len(calls) :], strict=True)))
+    made = Reference(
+        call, record, site_grads, output_grads, grads[: len(calls)], dict(zip(names, grads[len(calls) :], strict=True))
+    )
     for index, (key, _) in enumerate(record.order):
         made.by_parameter.setdefault(key[0], []).append(index)
     return made
@@ -176,8 +178,9 @@ class RankRun:
         rows, cols = self._role(site)
         x, expected = op.x, call.x
         if rows is not None:
-            expected, cotangent = take(expected, call.x_axes, rows, site, call.x_start), (
-                None if cotangent is None else take(cotangent, call.x_axes, rows, site, call.x_start)
+            expected, cotangent = (
+                take(expected, call.x_axes, rows, site, call.x_start),
+                (None if cotangent is None else take(cotangent, call.x_axes, rows, site, call.x_start)),
             )
         compare(x, expected if self.values or x.shape != expected.shape else x, f"{name}: the input", self.rank)
         if cotangent is not None and x.requires_grad:
@@ -342,7 +345,9 @@ def _run_ranks(reference: Reference, locals_: list[Shadow], plan: Plan, threads:
         error = real[0] if real else ProofError("the ranks do not meet in the same collectives")
         if isinstance(error, ProofError):
             raise error
-        raise ProofError(f"the sharded forward fails: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+        raise ProofError(
+            f"the sharded forward fails: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
     return results
 
 
@@ -377,7 +382,9 @@ def _check_site(reference, plan: Plan, site: Site, call: Call, expected: Tensor 
             continue
         grad = torch.zeros_like(call.y) if grad is None else grad
         full = torch.zeros_like(call.y) if expected is None else expected
-        compare_gradient(grad / run.part if rows is not None else grad, full, f"{site.parameter}: the gradient at its output", run.rank)
+        compare_gradient(
+            grad / run.part if rows is not None else grad, full, f"{site.parameter}: the gradient at its output", run.rank
+        )
     if cols is not None:
         full = torch.zeros_like(call.y) if expected is None else expected
         compare_gradient(total, full, f"{site.parameter}: the gradient at its output, summed over ranks", None)

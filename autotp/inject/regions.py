@@ -68,11 +68,17 @@ def find_region(tables: Tables, seed: SiteKey, tp_size: int, taken: set[SiteKey]
         raise Refusal(seed, "dense", f"every column depends on all of {', '.join(k[0] for k in culprits) or 'nothing'}")
     best: FoundRegion | None = None
     for look in range(5):  # closer and closer, until the units can be dealt evenly
-        block = {row: tables.first_block(row, tp_size) if look == 0 else tables.block_size(row) // 4 ** (look - 1) or 1 for row in rows}
+        block = {
+            row: tables.first_block(row, tp_size) if look == 0 else tables.block_size(row) // 4 ** (look - 1) or 1 for row in rows
+        }
         found = _deal(tables, seed, rows, cols, tp_size, block)
         if isinstance(found, FoundRegion):
             best = found
-        if (isinstance(found, FoundRegion) and len(set(found.units)) == 1) or all(size == 1 for size in block.values()) or look == 4:
+        if (
+            (isinstance(found, FoundRegion) and len(set(found.units)) == 1)
+            or all(size == 1 for size in block.values())
+            or look == 4
+        ):
             break
         if best is not None and look >= 1:
             break
@@ -86,9 +92,7 @@ def find_region(tables: Tables, seed: SiteKey, tp_size: int, taken: set[SiteKey]
     return found
 
 
-def _close(
-    tables: Tables, rows: list[SiteKey], whole: set[SiteKey], no_row: set[SiteKey], tp_size: int
-) -> list[SiteKey]:
+def _close(tables: Tables, rows: list[SiteKey], whole: set[SiteKey], no_row: set[SiteKey], tp_size: int) -> list[SiteKey]:
     """The column sites of the region of `rows`, to which rows that must join are added; `whole` gains what must not be split."""
     while True:
         before = (len(rows), len(whole))

@@ -61,7 +61,14 @@ def read_addmm(is_weight: IsWeight, input: Any, mat1: Any, mat2: Any, **scales: 
 
 
 def read_conv(
-    is_weight: IsWeight, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    is_weight: IsWeight,
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
 ) -> Operands | None:
     if groups != 1 or not is_weight(weight) or is_weight(input):
         return None

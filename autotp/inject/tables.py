@@ -35,7 +35,9 @@ class Tables:
 
     # -- one backward pass --------------------------------------------------------------------------------------------
 
-    def pull(self, record: Record, targets: Sequence[Tensor], grads: Sequence[Tensor], at: Sequence[Tensor]) -> list[Tensor | None]:
+    def pull(
+        self, record: Record, targets: Sequence[Tensor], grads: Sequence[Tensor], at: Sequence[Tensor]
+    ) -> list[Tensor | None]:
         """Gradients of `targets` at the tensors `at`; None where there is no path."""
         pairs = [(t, g) for t, g in zip(targets, grads, strict=True) if t.requires_grad]
         if not pairs or not at:
@@ -124,7 +126,8 @@ class Tables:
                 weights = [self.random_like(c.x) for c in calls]
                 for row in range(rows):
                     grads = [
-                        mask_columns(g, c, row * block, min(width, (row + 1) * block)) for g, c in zip(weights, calls, strict=True)
+                        mask_columns(g, c, row * block, min(width, (row + 1) * block))
+                        for g, c in zip(weights, calls, strict=True)
                     ]
                     found = {k: table[row] for k, table in made.items()}
                     self._support(record, [c.x for c in calls], grads, found, made)

@@ -9,7 +9,9 @@ from autotp.inject.rules import make_plan
 from autotp.shard import Shard
 from tests.models import tiny
 
-MLA = dict(num_key_value_heads=8, head_dim=4, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, kv_lora_rank=16, q_lora_rank=24)
+MLA = dict(
+    num_key_value_heads=8, head_dim=4, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, kv_lora_rank=16, q_lora_rank=24
+)
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 BUILD = {
     "deepseek_v3": dict(MLA, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32),

@@ -51,9 +51,7 @@ def shard(module, group, name="attn"):
 def inputs(module, same, batched=True, lengths=(L, S)):
     """query, key and value in the module's layout; one tensor for all if `same`."""
     made = []
-    for seed, (length, width) in enumerate(
-        zip((lengths[0], lengths[1], lengths[1]), (E, module.kdim, module.vdim), strict=True)
-    ):
+    for seed, (length, width) in enumerate(zip((lengths[0], lengths[1], lengths[1]), (E, module.kdim, module.vdim), strict=True)):
         x = seeded(N, length, width, seed=seed)
         made.append((x if module.batch_first else x.transpose(0, 1).contiguous()) if batched else x[0])
     return [made[0]] * 3 if same else made
@@ -65,9 +63,7 @@ def compare(module, group, args, **kwargs):
     results = []
     for made in (module, local):
         leaves = {id(x): x.clone().requires_grad_() for x in args}
-        masks = {
-            k: v.clone().requires_grad_() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in kwargs.items()
-        }
+        masks = {k: v.clone().requires_grad_() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in kwargs.items()}
         out, weights = made(*(leaves[id(x)] for x in args), **masks)
         loss = (out * seeded(*out.shape, seed=7)).sum()
         if weights is not None:
