@@ -25,6 +25,7 @@ from ..layers.entry import SHARDED_LOSS, check_logits_path
 from ..version import __version__
 from . import plan as styles
 from .auto import Planner, record_runs
+from .cache import drop_plan, make_key, read_plan, write_plan
 from .edges import edge_parameters, plan_edges
 from .pairs import pair_regions
 from .plan import ModulePlan, Plan, Region, WholePlan
@@ -64,7 +65,7 @@ def make_plan(
         check_plan(model, plan, tp_size)
         made = plan
     elif plan == "auto" if isinstance(plan, str) else False:
-        return _discover(model, tp_size, head, inputs)
+        return _find_kept(model, tp_size, head) if inputs is None and tp_size > 1 else _discover(model, tp_size, head, inputs)
     elif plan == "hf" if isinstance(plan, str) else False:
         specs = expand_names(model, {key: {"style": style} for key, style in read_hf_plan(model).items()}, source="hf")
         made = _assemble(model, tp_size, specs, head, source="hf")
@@ -75,6 +76,27 @@ def make_plan(
         raise PlanError(f"plan={plan!r} is not 'auto', 'hf', a dict of names to styles, or a Plan")
     check_ties(model, made)
     return _prove_given(model, made, inputs)
+
+
+def _find_kept(model: nn.Module, tp_size: int, head: str) -> Plan:
+    """The plan that was discovered for such a model before, if it still proves; else one discovered now, and kept."""
+    key = make_key(model, tp_size, head, read_versions())
+    kept = read_plan(key)
+    if kept is not None and _still_proves(model, kept, tp_size):
+        return kept
+    drop_plan(key)
+    made = _discover(model, tp_size, head, None)
+    write_plan(key, made)
+    return made
+
+
+def _still_proves(model: nn.Module, plan: Plan, tp_size: int) -> bool:
+    try:
+        check_plan(model, plan, tp_size)
+        check_ties(model, plan)
+        return _prove_given(model, plan, None).proof == "proved"
+    except Exception:  # whatever a plan that fits no longer runs into: it is discovered anew
+        return False
 
 
 def _discover(model: nn.Module, tp_size: int, head: str, inputs: Any) -> Plan:
