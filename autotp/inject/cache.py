@@ -106,7 +106,7 @@ def _read_tree(model: nn.Module) -> list[Any]:
 def _read_config(model: nn.Module) -> Any:
     """The config as data, with the implementations chosen, which its JSON leaves out; None for a model without one."""
     config = getattr(model, "config", None)
-    if not hasattr(config, "to_dict"):
+    if config is None or not hasattr(config, "to_dict"):
         return None
     said = {key: value for key, value in config.to_dict().items() if key not in _PLACES}
     return [said, *(getattr(config, f"_{kind}_implementation", None) for kind in ("attn", "experts"))]
