@@ -132,12 +132,14 @@ def show_progress(doing: str, after_s: float = 2.0, every_s: float = 1.0) -> Ite
     done = threading.Event()
 
     def show() -> None:
-        start, wait_s = time.monotonic(), after_s
-        while not done.wait(wait_s):
+        start = time.monotonic()
+        if done.wait(after_s):
+            return
+        while True:
             print(f"\r{doing}: {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
-            wait_s = every_s
-        if wait_s != after_s or every_s == after_s:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            if done.wait(every_s):
+                break
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     shower = threading.Thread(target=show, daemon=True)
     shower.start()
@@ -166,9 +168,14 @@ def _load_config(model: str) -> Any:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Compare the parallelized model with the unsharded one in ranks started here; 1 if they differ."""
+    from .checkpoint.source import SafetensorsSource
+    from .inject.load import find_checkpoint
+
     if under_torchrun():
         raise AutoTPError("verify starts its own ranks: run it without torchrun")
-    plan = _make_plan(args)
+    _load_config(args.model)
+    with SafetensorsSource(find_checkpoint(args.model)):  # what is wrong with the files is known before the ranks start
+        plan = _make_plan(args)
     if not args.json:
         print(f"{plan.model} over {plan.tp_size} ranks: {plan.split_share:.1%} of the parameters split\n"
               f"proof: {plan.proof or 'not needed for one rank'}", flush=True)  # fmt: skip

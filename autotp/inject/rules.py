@@ -63,7 +63,7 @@ def make_plan(
     model = build_on_meta(model_or_config) if isinstance(model_or_config, PreTrainedConfig) else model_or_config
     if isinstance(plan, Plan):
         check_plan(model, plan, tp_size)
-        made = plan
+        made = _list_whole(model, plan)
     elif plan == "auto" if isinstance(plan, str) else False:
         return _find_kept(model, tp_size, head) if inputs is None and tp_size > 1 else _discover(model, tp_size, head, inputs)
     elif plan == "hf" if isinstance(plan, str) else False:
@@ -335,6 +335,14 @@ def _finish(model: nn.Module, tp_size: int, planned: tuple[ModulePlan, ...], reg
         loss = SHARDED_LOSS if problem is None else f"the head gathers its logits: {problem}"
     versions = read_versions()
     return Plan(tp_size, type(model).__name__, planned, regions, tuple(whole), tied, head_name, loss, sizes, versions)
+
+
+def _list_whole(model: nn.Module, plan: Plan) -> Plan:
+    """`plan`, which may have been edited, with every parameter that it leaves whole listed."""
+    known, shards = {entry.name: entry for entry in plan.whole}, plan.shards
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name not in shards}
+    whole = (known.get(name, WholePlan(name, numel, "not named by the plan")) for name, numel in sizes.items())
+    return replace(plan, whole=tuple(whole))
 
 
 def _why_whole(name: str, parameter: torch.Tensor, planned: tuple[ModulePlan, ...], reasons: dict[str, str]) -> str:

@@ -19,7 +19,7 @@ from .data import cut_blocks
 from .verify import VerifyReport, read_logits, verify
 
 BATCH_SIZE, LENGTH = 2, 32
-_ASIDE = ("attention_mask", "use_cache")  # beside the inputs, and not worth a word
+_ASIDE = ("attention_mask", "token_type_ids", "use_cache")  # beside the inputs, and not worth a word
 TEXT = (
     "The river rises in the hills above the town, where rain falls on most days of the year, and it is still narrow when it "
     "passes the old mill. In 1854 a bridge of three arches was built here; the middle one carries a plate with the names of "
@@ -69,6 +69,7 @@ def make_batch(model: nn.Module, directory: Path) -> tuple[dict[str, Any], str]:
         text = read_text(directory, ids.shape[0], ids.shape[1])
         if text is not None and int(text.max()) < _count_rows(model):
             batch["input_ids"], said = text, "text as input_ids"
+            batch.pop("token_type_ids", None)  # plain text has none
     batch["labels"] = _choose_labels(model, batch, read_logits(run(batch)))
     return batch, said
 
