@@ -18,10 +18,13 @@ from .norms import find_norms
 from .plan import ModulePlan, NormPlan, Plan, Region
 from .prove import Reference, make_reference, prove
 from .record import Record, Recorder, Shadow
+from .reduce import Reduction, find_reduction
 from .regions import FoundRegion
 from .search import Search
 
 SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: no plan may hold for one shape alone
+WIDE_SHAPES = ((2, 5), (3, 4))  # the same for models of more than WIDE parameters, whose activations take the memory
+WIDE = 10**9
 
 Assemble = Callable[[dict[str, ModulePlan], tuple[Region, ...], dict[str, str]], Plan]
 Rewrite = Callable[[nn.Module, Plan, TPGroup], None]
@@ -32,6 +35,7 @@ class Runs:
     """A model's example calls, recorded on its shadow."""
 
     shadow: Shadow
+    reduction: Reduction
     calls: list[dict[str, Any]]
     records: list[Record]
 
@@ -40,23 +44,34 @@ class Runs:
         return [make_reference(self.shadow, c, r, i) for i, (c, r) in enumerate(zip(self.calls, self.records, strict=True))]
 
 
-def record_runs(model: nn.Module, inputs: Any = None) -> Runs:
+def record_runs(model: nn.Module, inputs: Any = None, reduce: bool = True) -> Runs:
     """Record the example calls `inputs` (a call's keyword arguments, or a list of them), or calls made from the signature.
 
     Raises:
         PlanError: no call runs.
     """
+    reduction = find_reduction(model) if reduce else Reduction({})
+    for chosen in [reduction, Reduction({})] if reduction else [reduction]:
+        try:
+            return _record_with_buffers(model, chosen, inputs)
+        except Exception:
+            if not chosen:  # a model that counts its layers can't do without some of them: then all are recorded
+                raise
+    raise AssertionError
+
+
+def _record_with_buffers(model: nn.Module, reduction: Reduction, inputs: Any) -> Runs:
     try:
-        return _record_runs(Shadow(model), model, inputs)
+        return _record_runs(Shadow(model, reduction=reduction), reduction, model, inputs)
     except AutoTPError:
         raise
     except RuntimeError as error:  # a buffer that is written in place can't take a gradient
         if "requires grad" not in str(error):
             raise
-    return _record_runs(Shadow(model, buffers_need_grad=False), model, inputs)
+    return _record_runs(Shadow(model, buffers_need_grad=False, reduction=reduction), reduction, model, inputs)
 
 
-def _record_runs(shadow: Shadow, model: nn.Module, inputs: Any) -> Runs:
+def _record_runs(shadow: Shadow, reduction: Reduction, model: nn.Module, inputs: Any) -> Runs:
     calls: list[dict[str, Any]] = []
     records: list[Record] = []
 
@@ -75,9 +90,20 @@ def _record_runs(shadow: Shadow, model: nn.Module, inputs: Any) -> Runs:
         for call in [inputs] if isinstance(inputs, dict) else inputs:
             run(dict(call))
     else:
-        for seed, (batch, length) in enumerate(SHAPES):
+        wide = sum(parameter.numel() for parameter in model.parameters()) > WIDE
+        for seed, (batch, length) in enumerate(WIDE_SHAPES if wide else SHAPES):
+            first = len(calls)
             make_examples(model, batch, length, seed, run)
-    return Runs(shadow, calls, records)
+            drop_repeats(calls, records, first)
+    return Runs(shadow, reduction, calls, records)
+
+
+def drop_repeats(calls: list[dict[str, Any]], records: list[Record], first: int) -> None:
+    """Drop calls from number `first` on that run no site which the others do not run."""
+    for number in range(len(calls) - 1, first, -1):
+        others = {key for i, record in enumerate(records) if first <= i != number for key in record.sites}
+        if set(records[number].sites) <= others:
+            del calls[number], records[number]
 
 
 def widen(value: Any) -> Any:
@@ -119,7 +145,7 @@ class Planner:
         for region in self.discovery.skipped:
             for key in region.sites:
                 self.reasons.setdefault(key[0], "too small a region to be worth an all-reduce")
-        return replace(self.build(kept), proof="proved")
+        return replace(self.build(kept, whole=True), proof="proved")
 
     def _choose_with_norms(self) -> None:
         """Again with norms over a whole width seen as elementwise; kept if more is split that way."""
@@ -138,8 +164,8 @@ class Planner:
         recorder.run(call)
         return recorder.record
 
-    def build(self, regions: Sequence[FoundRegion]) -> Plan:
-        """The plan of `regions`, not proved yet.
+    def build(self, regions: Sequence[FoundRegion], whole: bool = False) -> Plan:
+        """The plan of `regions`, not proved yet; of the `whole` model, or of the layers that stand for the others.
 
         Raises:
             PlanError: no plan can say it.
@@ -148,6 +174,8 @@ class Planner:
         for name, attrs in self.edits.items():
             base = modules.get(name, ModulePlan(name, "local_params", source="discovered"))
             modules[name] = replace(base, attrs=attrs)
+        if whole:
+            modules, listed = self.runs.reduction.expand(modules, listed)
         return self.assemble(modules, listed, self.reasons)
 
     def attempt(self, regions: Sequence[FoundRegion]) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import PlanError
+from .reduce import Reduction
 from .sites import Operands, locate, read_site
 
 REAL_NUMEL = 1 << 20  # stand-ins of Parameters up to this size hold numbers from the start; larger ones when they are read
@@ -114,11 +115,14 @@ class Shadow:
         model: the copy, in evaluation; names: storage -> full name of the Parameter or buffer that lives in it.
     """
 
-    def __init__(self, model: nn.Module, seed: int = 0, buffers_need_grad: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, seed: int = 0, buffers_need_grad: bool = True, reduction: Reduction | None = None
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         memo: dict[int, Any] = {}
-        for parameter in model.parameters():
-            memo.setdefault(id(parameter), nn.Parameter(_stand_in(parameter, generator), parameter.requires_grad))
+        for name, parameter in model.named_parameters():
+            kept = reduction is None or reduction.holds(name)
+            memo.setdefault(id(parameter), nn.Parameter(_stand_in(parameter, generator, kept), parameter.requires_grad))
         computed = _compute_buffers(model)
         for name, buffer in model.named_buffers(remove_duplicate=False):
             value = computed.get(name, buffer).detach().cpu()
@@ -126,6 +130,8 @@ class Shadow:
             if buffers_need_grad and value.is_floating_point():
                 memo[id(buffer)].requires_grad_()
         self.model = copy.deepcopy(model, memo).eval()
+        if reduction is not None:
+            reduction.apply(self.model)
         _prepare_config(self.model)
         self.generator = generator
         self.real: dict[int, nn.Parameter] = {}
@@ -428,9 +434,9 @@ def _size(shape: tuple[int, ...], dims: tuple[int, ...]) -> int:
     return size
 
 
-def _stand_in(parameter: Tensor, generator: torch.Generator) -> Tensor:
+def _stand_in(parameter: Tensor, generator: torch.Generator, kept: bool) -> Tensor:
     dtype = torch.float64 if parameter.is_floating_point() else parameter.dtype
-    if parameter.numel() > REAL_NUMEL and parameter.ndim > 1:
+    if not kept or (parameter.numel() > REAL_NUMEL and parameter.ndim > 1):
         return torch.empty(parameter.shape, dtype=dtype, device="meta")
     return torch.randn(parameter.shape, generator=generator, dtype=torch.float64).mul_(0.5).to(dtype)
 

@@ -62,25 +62,33 @@ def find_region(tables: Tables, seed: SiteKey, tp_size: int, taken: set[SiteKey]
         Refusal: there is none.
     """
     rows, whole = [seed], set(taken)
-    cols = _close(tables, rows, whole, taken | blocked)
+    cols = _close(tables, rows, whole, taken | blocked, tp_size)
     if not cols:
         culprits = sorted(tables.reach(seed), key=lambda k: -int(tables.reach(seed)[k].sum()))[:3]
         raise Refusal(seed, "dense", f"every column depends on all of {', '.join(k[0] for k in culprits) or 'nothing'}")
-    block = {row: tables.block_size(row) for row in rows}
-    while True:
+    best: FoundRegion | None = None
+    for look in range(5):  # closer and closer, until the units can be dealt evenly
+        block = {row: tables.first_block(row, tp_size) if look == 0 else tables.block_size(row) // 4 ** (look - 1) or 1 for row in rows}
         found = _deal(tables, seed, rows, cols, tp_size, block)
         if isinstance(found, FoundRegion):
+            best = found
+        if (isinstance(found, FoundRegion) and len(set(found.units)) == 1) or all(size == 1 for size in block.values()) or look == 4:
             break
-        if all(size == 1 for size in block.values()):
-            raise found
-        block = {row: max(1, size // 4) for row, size in block.items()}
+        if best is not None and look >= 1:
+            break
+    if best is None:
+        assert isinstance(found, Refusal)
+        raise found
+    found = best
     for key in {k for row in rows for k in tables.reach(row)} - set(cols):
         masks = [tables.reach(row)[key] for row in rows if key in tables.reach(row)]
         found.enters[key] = torch.stack(masks).any(0)
     return found
 
 
-def _close(tables: Tables, rows: list[SiteKey], whole: set[SiteKey], no_row: set[SiteKey]) -> list[SiteKey]:
+def _close(
+    tables: Tables, rows: list[SiteKey], whole: set[SiteKey], no_row: set[SiteKey], tp_size: int
+) -> list[SiteKey]:
     """The column sites of the region of `rows`, to which rows that must join are added; `whole` gains what must not be split."""
     while True:
         before = (len(rows), len(whole))
@@ -91,7 +99,7 @@ def _close(tables: Tables, rows: list[SiteKey], whole: set[SiteKey], no_row: set
                 whole.add(col)
                 continue
             for consumer in tables.consumers[col]:
-                if consumer in no_row or not _splits(tables, consumer, col):
+                if consumer in no_row or not _splits(tables, consumer, col, tp_size):
                     whole.add(col)
                     break
             else:
@@ -100,11 +108,15 @@ def _close(tables: Tables, rows: list[SiteKey], whole: set[SiteKey], no_row: set
             return [col for col in cols if col not in whole]
 
 
-def _splits(tables: Tables, row: SiteKey, col: SiteKey) -> bool:
+def _splits(tables: Tables, row: SiteKey, col: SiteKey, tp_size: int) -> bool:
     """Whether the columns of `col` that reach `row` fall into parts that feed different columns of it."""
     if not tables.is_structured(row):
         return False
-    patterns = _patterns(tables.table(row, tables.block_size(row))[col])
+    return any(_falls_apart(tables, row, col, block) for block in (tables.first_block(row, tp_size), tables.block_size(row)))
+
+
+def _falls_apart(tables: Tables, row: SiteKey, col: SiteKey, block: int) -> bool:
+    patterns = _patterns(tables.table(row, block)[col])
     if len(_components(patterns)) > 1:
         return True
     return any(len(_components(group)) > 1 for group in _classes(patterns).values())

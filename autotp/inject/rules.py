@@ -31,6 +31,7 @@ from .pairs import pair_regions
 from .plan import ModulePlan, Plan, Region, WholePlan
 from .prove import prove, try_rewrite
 from .record import Shadow
+from .reduce import Reduction
 from .swap import rewrite_modules
 
 Spec = dict[str, Any]
@@ -130,18 +131,36 @@ def _prove_given(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
         return plan
     try:
         runs = record_runs(model, inputs)
+        kept = keep_modules(plan, runs.reduction)
+        if kept is None:  # like layers that are planned differently are all looked at
+            runs = record_runs(model, inputs, reduce=False)
+            kept = plan
     except PlanError as error:
         if inputs is not None:
             raise
         return replace(plan, proof=f"not proved: {error}")
     try:
-        prove(runs.shadow, plan, runs.references(), rewrite_modules)
+        prove(runs.shadow, kept, runs.references(), rewrite_modules)
     except ProofError as error:
         raise ProofError(
             f"the plan does not compute what {type(model).__name__} does: {error}. Every linear that meets the split ones must be "
             f"in the plan (a sibling is missing?), or the attributes of that module edited; plan='auto' finds a plan that fits."
         ) from error
     return replace(plan, proof="proved")
+
+
+def keep_modules(plan: Plan, reduction: Reduction) -> Plan | None:
+    """The part of a plan that is about kept layers; None if it says something else about layers that they stand for."""
+    kept = {m.name: m for m in plan.modules if reduction.holds(m.name)}
+    regions = tuple(r for r in plan.regions if all(map(reduction.holds, (r.scope, *r.columns, *r.rows))))
+    grown, _ = reduction.expand(kept, ())
+
+    def compared(module: ModulePlan) -> ModulePlan:
+        return replace(module, siblings=None if module.siblings is None else "", source="", why="")
+
+    if {n: compared(m) for n, m in grown.items()} != {m.name: compared(m) for m in plan.modules}:
+        return None
+    return replace(plan, modules=tuple(kept.values()), regions=regions)
 
 
 def build_on_meta(config: PreTrainedConfig) -> nn.Module:

@@ -10,6 +10,7 @@ from torch import Tensor
 from .record import Call, Record, Shadow, Site, SiteKey, columns
 
 FINE_WIDTH = 512  # inputs up to this wide are looked at column by column
+FIRST_BLOCKS = 4  # blocks for each rank in a first look at a wide one
 BLOCK = 64  # wider ones in blocks of the largest power of two up to this that divides their width
 
 
@@ -46,9 +47,17 @@ class Tables:
         """Random cotangents."""
         return torch.randn(tensor.shape, generator=self.generator, dtype=tensor.dtype)
 
-    def _support(self, record: Record, targets: Sequence[Tensor], grads: Sequence[Tensor], found: dict[SiteKey, Tensor]) -> None:
-        """Mark in `found` the output columns of every site whose values reach `targets`."""
-        leaves = [(key, call) for key, site in record.sites.items() for call in site.calls]
+    def _support(
+        self,
+        record: Record,
+        targets: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        found: dict[SiteKey, Tensor],
+        among: Iterable[SiteKey] | None = None,
+    ) -> None:
+        """Mark in `found` the output columns of every site (`among` these) whose values reach `targets`."""
+        keys = record.sites if among is None else [key for key in among if key in record.sites]
+        leaves = [(key, call) for key in keys for call in record.sites[key].calls]
         for (key, call), grad in zip(leaves, self.pull(record, targets, grads, [c.y for _, c in leaves]), strict=True):
             if grad is None:
                 continue
@@ -93,9 +102,15 @@ class Tables:
         return self._consumers
 
     def block_size(self, key: SiteKey) -> int:
-        """How many neighbouring input columns of a site are looked at together."""
+        """How many neighbouring input columns of a site are looked at together, at the closest look that is affordable."""
         width = self.sites[key].in_size
         return 1 if width <= FINE_WIDTH else min(BLOCK, width & -width)
+
+    def first_block(self, key: SiteKey, tp_size: int) -> int:
+        """The same for a first look, which is enough where its parts can be dealt evenly."""
+        width = self.sites[key].in_size
+        wanted = max(1, width // (FIRST_BLOCKS * tp_size))
+        return 1 if width <= FINE_WIDTH else next(b for b in range(wanted, 0, -1) if width % b == 0)
 
     def table(self, key: SiteKey, block: int) -> dict[SiteKey, Tensor]:
         """Site -> bool `[blocks, out_size]`: which of its output columns reach which block of `key`'s input columns."""
@@ -112,7 +127,7 @@ class Tables:
                         mask_columns(g, c, row * block, min(width, (row + 1) * block)) for g, c in zip(weights, calls, strict=True)
                     ]
                     found = {k: table[row] for k, table in made.items()}
-                    self._support(record, [c.x for c in calls], grads, found)
+                    self._support(record, [c.x for c in calls], grads, found, made)
             self._tables[key, block] = made
         return self._tables[key, block]
 

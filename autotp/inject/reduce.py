@@ -1,0 +1,147 @@
+"""Deep models are planned on a few layers: one that is alike in every respect but its weights gets the same plan.
+
+Two layers are alike if their module trees have the same classes, the same plain attributes (numbers, names, flags; a layer's
+own number aside) and Parameters and buffers of the same shapes. Of each kind the first two are kept, so that a layer is seen
+beside one of its own kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from .plan import ModulePlan, Region
+
+LEAST = 5  # lists of fewer modules are planned as they are
+KEPT = 2  # of each kind
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Which members of which module lists stand for the others.
+
+    Attributes:
+        dropped: name of a list -> number of a dropped member -> number of the one that stands for it.
+    """
+
+    dropped: dict[str, dict[int, int]]
+
+    def __bool__(self) -> bool:
+        return bool(self.dropped)
+
+    def apply(self, model: nn.Module) -> None:
+        """Take the dropped members out of (a copy of) the model; the others keep their numbers."""
+        for name, members in self.dropped.items():
+            for number in members:
+                del model.get_submodule(name)._modules[str(number)]
+
+    def holds(self, name: str) -> bool:
+        """Whether a module or Parameter of this name is left."""
+        return not any(name.startswith(f"{own}.{n}.") or name == f"{own}.{n}" for own, ns in self.dropped.items() for n in ns)
+
+    def expand(
+        self, modules: Mapping[str, ModulePlan], regions: tuple[Region, ...]
+    ) -> tuple[dict[str, ModulePlan], tuple[Region, ...]]:
+        """The plan of the whole model: every dropped member gets the plan of the one that stands for it."""
+        grown, listed = dict(modules), list(regions)
+        for own, members in self.dropped.items():
+            for number, stands in members.items():
+                old, new = f"{own}.{stands}", f"{own}.{number}"
+                for name, plan in list(grown.items()):
+                    if name == old or name.startswith(old + "."):
+                        siblings = plan.siblings
+                        if siblings is not None:
+                            siblings = siblings.replace(old, new) if old in siblings else f"{siblings}@{new}"
+                        grown[new + name[len(old) :]] = replace(plan, name=new + name[len(old) :], siblings=siblings)
+                listed += [move_region(r, old, new) for r in list(listed) if r.scope == old or r.scope.startswith(old + ".")]
+                listed = [widen_region(r, old, new) for r in listed]
+        return grown, tuple(listed)
+
+
+def move_region(region: Region, old: str, new: str) -> Region:
+    """A region inside `old`, moved to `new`."""
+
+    def move(name: str) -> str:
+        return new + name[len(old) :] if name == old or name.startswith(old + ".") else name
+
+    return Region(
+        move(region.scope),
+        tuple(map(move, region.columns)),
+        tuple(map(move, region.rows)),
+        tuple((move(name), argument) for name, argument in region.entry),
+        tuple(map(move, region.exit)),
+        region.units,
+        tuple((move(name), start, stop) for name, start, stop in region.enters),
+    )
+
+
+def widen_region(region: Region, old: str, new: str) -> Region:
+    """A region around several layers, with what it has in `old` listed for `new` too."""
+    if region.scope == old or region.scope.startswith(old + ".") or region.scope.startswith(new + ".") or region.scope == new:
+        return region
+    if not any(name.startswith(old + ".") for name in region.columns + region.rows):
+        return region
+    moved = move_region(region, old, new)
+    return replace(
+        region,
+        columns=tuple(dict.fromkeys(region.columns + moved.columns)),
+        rows=tuple(dict.fromkeys(region.rows + moved.rows)),
+        entry=tuple(dict.fromkeys(region.entry + moved.entry)),
+        exit=tuple(dict.fromkeys(region.exit + moved.exit)),
+        enters=tuple(dict.fromkeys(region.enters + moved.enters)),
+    )
+
+
+def find_reduction(model: nn.Module) -> Reduction:
+    """Which layers can stand for others; nothing for a model without long lists of like layers."""
+    dropped: dict[str, dict[int, int]] = {}
+    taken: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in taken)
+        if inside or not isinstance(module, nn.ModuleList) or len(module) < LEAST:
+            continue
+        kinds: dict[Any, list[int]] = {}
+        for number, member in enumerate(module):
+            kinds.setdefault(describe(member, number), []).append(number)
+        found = {number: numbers[0] for numbers in kinds.values() for number in numbers[KEPT:]}
+        if found and not _shares(model, module, name, found):
+            dropped[name] = found
+            taken.append(name)
+    return Reduction(dropped)
+
+
+def describe(member: nn.Module, number: int) -> tuple:
+    """Everything about a layer but its weights and its own number."""
+    parts: list[Any] = []
+    for name, module in member.named_modules():
+        own = tuple(sorted((key, _plain(value, number)) for key, value in vars(module).items() if key[:1] != "_"))
+        tensors = [(k, tuple(p.shape), str(p.dtype), p.requires_grad) for k, p in module._parameters.items() if p is not None]
+        tensors += [(k, tuple(b.shape), str(b.dtype), False) for k, b in module._buffers.items() if b is not None]
+        parts.append((name, type(module), own, tuple(tensors)))
+    return tuple(parts)
+
+
+def _plain(value: Any, number: int) -> str:
+    if type(value) is int and value == number:
+        return "its number"
+    if isinstance(value, (int, float, str, bool, type(None))):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        return repr([_plain(v, -1) for v in value])
+    return type(value).__qualname__ if not callable(value) else getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _shares(model: nn.Module, members: nn.ModuleList, name: str, found: Mapping[int, int]) -> bool:
+    """Whether a dropped member's Parameter is used elsewhere too: then its layer is not like the others."""
+    names: dict[int, set[str]] = {}
+    for full, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(full)
+    for number in found:
+        prefix = f"{name}.{number}."
+        for parameter in members[number].parameters():
+            if any(not full.startswith(prefix) for full in names[id(parameter)]):
+                return True
+    return False
