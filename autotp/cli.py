@@ -1,13 +1,18 @@
-"""`autotp plan | train`: what a plan would do to a model, and a small training run."""
+"""`autotp plan | verify | train`: what a plan would do to a model, whether it computes the same, and a small training run."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,11 +20,18 @@ from .errors import AutoTPError
 from .train.launch import launch_ranks, under_torchrun
 from .train.loop import TrainOptions, train_model
 
-DTYPES = ("float32", "bfloat16", "float16")
+if TYPE_CHECKING:
+    from .inject.plan import Plan
+    from .train.verify import VerifyReport
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console command; returns its exit code: 0 done, 1 the plan splits nothing, 2 an error, in one line."""
+    """The console command; returns its exit code.
+
+    0: done; 1: the plan splits nothing, or the parallelized model computes something else; 2: an error, in one line.
+    """
     args = build_parser().parse_args(argv)
     try:
         return args.run(args)
@@ -36,11 +48,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="autotp", description="Make a Hugging Face model tensor-parallel.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    plan = commands.add_parser("plan", help="print what would be split, from the model's config alone")
-    plan.add_argument("model", metavar="MODEL", help="hub id or directory; no weights are read")
-    plan.add_argument("--tp", type=positive, required=True, metavar="N", help="number of ranks")
-    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan = commands.add_parser("plan", help="print what would be split, found and proved from the model's config alone")
+    add_plan_arguments(plan, "hub id or directory; no weights are read", "print the plan as JSON")
     plan.set_defaults(run=run_plan)
+
+    check = commands.add_parser("verify", help="load a checkpoint unsharded and parallelized, and compare what both compute")
+    add_plan_arguments(check, "hub id or directory", "print the report as one JSON object")
+    check.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights of both (%(default)s)")
+    check.set_defaults(run=run_verify)
 
     train = commands.add_parser("train", help="train on a text file and save a plain checkpoint")
     train.add_argument("model", metavar="MODEL", help="hub id or directory")
@@ -60,6 +75,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_plan_arguments(parser: argparse.ArgumentParser, model_help: str, json_help: str) -> None:
+    """The arguments of a command that makes a plan."""
+    parser.add_argument("model", metavar="MODEL", help=model_help)
+    parser.add_argument("--tp", type=positive, required=True, metavar="N", help="number of ranks")
+    parser.add_argument(
+        "--plan", metavar="FILE.json", help="a plan that `autotp plan --json` printed, edited or not; proved again"
+    )
+    parser.add_argument("--json", action="store_true", help=json_help)
+
+
 def positive(text: str) -> int:
     """A whole number above zero."""
     value = int(text)
@@ -70,14 +95,59 @@ def positive(text: str) -> int:
 
 def run_plan(args: argparse.Namespace) -> int:
     """Print the plan of `args.model`; 1 if it splits nothing."""
-    from .inject.rules import make_plan
-
-    plan = make_plan(_load_config(args.model), args.tp)
-    print(plan.to_json(indent=1) if args.json else plan)
+    plan = _make_plan(args)
+    print(plan.to_json(indent=1) if args.json else f"{plan}\n\nproof: {plan.proof or 'not needed for one rank'}")
     if args.tp > 1 and not plan.shards:
         print(f"autotp: nothing of {args.model} would be split over {args.tp} ranks", file=sys.stderr)
         return 1
     return 0
+
+
+def _make_plan(args: argparse.Namespace) -> Plan:
+    """The plan in the file `args.plan`, proved; without one the plan found in the model.
+
+    Raises:
+        AutoTPError: no config, no such file or no plan in it, or it does not compute what the model does.
+    """
+    from .inject.plan import Plan
+    from .inject.rules import make_plan
+
+    given = "auto"
+    if args.plan is not None:
+        try:
+            given = Plan.from_json(Path(args.plan).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, AutoTPError) as error:
+            raise AutoTPError(f"--plan {args.plan}: {error}") from error
+    config = _load_config(args.model)
+    with show_progress(f"planning {args.model} over {args.tp} ranks"):
+        return make_plan(config, args.tp, plan=given)
+
+
+@contextmanager
+def show_progress(doing: str, after_s: float = 2.0, every_s: float = 1.0) -> Iterator[None]:
+    """What takes longer than `after_s` counts its seconds in a line on stderr, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    done = threading.Event()
+
+    def show() -> None:
+        start = time.monotonic()
+        if done.wait(after_s):
+            return
+        while True:
+            print(f"\r{doing}: {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
+            if done.wait(every_s):
+                break
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    shower = threading.Thread(target=show, daemon=True)
+    shower.start()
+    try:
+        yield
+    finally:
+        done.set()
+        shower.join()
 
 
 def _load_config(model: str) -> Any:
@@ -94,6 +164,67 @@ def _load_config(model: str) -> Any:
         raise AutoTPError(
             f"can't read the config of {model}, neither a directory nor a hub id that is known here: {error}"
         ) from error
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Compare the parallelized model with the unsharded one in ranks started here; 1 if they differ."""
+    from .checkpoint.source import SafetensorsSource
+    from .inject.load import find_checkpoint
+
+    if under_torchrun():
+        raise AutoTPError("verify starts its own ranks: run it without torchrun")
+    _load_config(args.model)
+    with SafetensorsSource(find_checkpoint(args.model)):  # what is wrong with the files is known before the ranks start
+        plan = _make_plan(args)
+    if not args.json:
+        print(f"{plan.model} over {plan.tp_size} ranks: {plan.split_share:.1%} of the parameters split\n"
+              f"proof: {plan.proof or 'not needed for one rank'}", flush=True)  # fmt: skip
+    report, inputs = launch_ranks(verify_rank, args.tp, args.model, plan.to_json(), args.dtype)
+    print(json.dumps(report_json(args, plan, report, inputs)) if args.json else report_text(args, report, inputs))
+    return 0 if report.passed else 1
+
+
+def verify_rank(model: str, plan_json: str, dtype: str) -> tuple[VerifyReport, str]:
+    """One rank's part of `autotp verify`."""
+    from .inject.plan import Plan
+    from .train.compare import compare_checkpoint
+
+    return compare_checkpoint(model, Plan.from_json(plan_json), getattr(torch, dtype))
+
+
+def report_json(args: argparse.Namespace, plan: Plan, report: VerifyReport, inputs: str) -> dict[str, Any]:
+    """The report as data; an error that is not a finite number is null, as JSON has none."""
+
+    def finite(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    worst = {"name": report.worst_name, "error": finite(report.worst_error), "tolerance": report.tolerance(report.worst_name)}
+    return {
+        **{"model": args.model, "class": plan.model, "tp_size": plan.tp_size, "dtype": args.dtype, "inputs": inputs},
+        **{"split_share": plan.split_share, "proof": plan.proof, "passed": report.passed, "worst": worst},
+        **{"loss": finite(report.loss), "reference_loss": finite(report.reference_loss), "tolerances": report.tolerances},
+        "errors": {name: finite(error) for name, error in report.errors.items()},
+    }
+
+
+def report_text(args: argparse.Namespace, report: VerifyReport, inputs: str, most: int = 8) -> str:
+    """The report as lines: both losses, then the worst relative errors, each beside what is allowed."""
+    others = ["loss", "logits", "grad_norm"]
+    gradients = [name for name in report.errors if name not in others]
+    gradients.sort(key=lambda name: -report.errors[name] if report.errors[name] == report.errors[name] else -math.inf)
+    lines = [
+        f"inputs: {inputs}; {args.dtype}",
+        f"loss: {report.loss:.6f} parallelized, {report.reference_loss:.6f} unsharded",
+        "",
+    ]
+    lines += [f"{'relative error':>14}  {'allowed':>7}  of"]
+    for name in [*others, *gradients[:most]]:
+        what = name if name in others else f"gradient of {name}"
+        lines.append(f"{report.errors[name]:>14.1e}  {report.tolerance(name):>7.0e}  {what}")
+    lines += [f"... {len(gradients) - most} more gradients, none worse"] if len(gradients) > most else []
+    over = sum(not error <= report.tolerance(name) for name, error in report.errors.items())
+    verdict = "passed" if report.passed else f"FAILED: {over} of {len(report.errors)} comparisons are beyond what is allowed"
+    return "\n".join([*lines, "", f"verify {verdict}"])
 
 
 def run_train(args: argparse.Namespace) -> int:

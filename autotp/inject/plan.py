@@ -258,7 +258,7 @@ class Plan:
             whole = tuple(WholePlan(**entry) for entry in data["whole"])
             rest = {k: _tuples(v) for k, v in data.items() if k not in ("modules", "regions", "whole")}
             return cls(modules=tuple(modules), regions=regions, whole=whole, **rest)
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"this is not a plan that Plan.to_json wrote: {error!r}") from error
 
     def digest(self) -> str:

@@ -25,6 +25,7 @@ from ..layers.entry import SHARDED_LOSS, check_logits_path
 from ..version import __version__
 from . import plan as styles
 from .auto import Planner, record_runs
+from .cache import drop_plan, make_key, read_plan, write_plan
 from .edges import edge_parameters, plan_edges
 from .pairs import pair_regions
 from .plan import ModulePlan, Plan, Region, WholePlan
@@ -63,9 +64,9 @@ def make_plan(
     model = build_on_meta(model_or_config) if isinstance(model_or_config, PreTrainedConfig) else model_or_config
     if isinstance(plan, Plan):
         check_plan(model, plan, tp_size)
-        made = plan
+        made = _list_whole(model, plan)
     elif plan == "auto" if isinstance(plan, str) else False:
-        return _discover(model, tp_size, head, inputs)
+        return _find_kept(model, tp_size, head) if inputs is None and tp_size > 1 else _discover(model, tp_size, head, inputs)
     elif plan == "hf" if isinstance(plan, str) else False:
         specs = expand_names(model, {key: {"style": style} for key, style in read_hf_plan(model).items()}, source="hf")
         made = _assemble(model, tp_size, specs, head, source="hf")
@@ -76,6 +77,27 @@ def make_plan(
         raise PlanError(f"plan={plan!r} is not 'auto', 'hf', a dict of names to styles, or a Plan")
     check_ties(model, made)
     return _prove_given(model, made, inputs)
+
+
+def _find_kept(model: nn.Module, tp_size: int, head: str) -> Plan:
+    """The plan that was discovered for such a model before, if it still proves; else one discovered now, and kept."""
+    key = make_key(model, tp_size, head, read_versions())
+    kept = read_plan(key)
+    if kept is not None and _still_proves(model, kept, tp_size):
+        return kept
+    drop_plan(key)
+    made = _discover(model, tp_size, head, None)
+    write_plan(key, made)
+    return made
+
+
+def _still_proves(model: nn.Module, plan: Plan, tp_size: int) -> bool:
+    try:
+        check_plan(model, plan, tp_size)
+        check_ties(model, plan)
+        return not plan.modules or _prove_on_calls(model, plan, None).proof == "proved"
+    except Exception:  # whatever a plan that fits no longer runs into: it is discovered anew
+        return False
 
 
 def _discover(model: nn.Module, tp_size: int, head: str, inputs: Any) -> Plan:
@@ -105,8 +127,11 @@ def _prove_given(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
     if not plan.modules:
         return plan
     try_rewrite(Shadow(model), plan, rewrite_modules)
-    if plan.tp_size == 1:
-        return plan
+    return plan if plan.tp_size == 1 else _prove_on_calls(model, plan, inputs)
+
+
+def _prove_on_calls(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
+    """As `_prove_given`, for a plan whose modules are known to take their parts."""
     try:
         runs = record_runs(model, inputs)
         kept = keep_modules(plan, runs.reduction)
@@ -332,6 +357,14 @@ def _finish(model: nn.Module, tp_size: int, planned: tuple[ModulePlan, ...], reg
         loss = SHARDED_LOSS if problem is None else f"the head gathers its logits: {problem}"
     versions = read_versions()
     return Plan(tp_size, type(model).__name__, planned, regions, tuple(whole), tied, head_name, loss, sizes, versions)
+
+
+def _list_whole(model: nn.Module, plan: Plan) -> Plan:
+    """`plan`, which may have been edited, with every parameter that it leaves whole listed."""
+    known, shards = {entry.name: entry for entry in plan.whole}, plan.shards
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name not in shards}
+    whole = (known.get(name, WholePlan(name, numel, "not named by the plan")) for name, numel in sizes.items())
+    return replace(plan, whole=tuple(whole))
 
 
 def _why_whole(name: str, parameter: torch.Tensor, planned: tuple[ModulePlan, ...], reasons: dict[str, str]) -> str:

@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autotp.errors import AutoTPError
 from autotp.inject.rewrite import parallelize
-from autotp.train.verify import verify
+from autotp.train.verify import _ExactCrossEntropy, verify
 
 
 def build(dropout=0.0):
@@ -66,3 +66,44 @@ def test_the_worst_name_is_printed(ranks):
 def test_a_plain_model_is_refused():
     with pytest.raises(AutoTPError, match="not parallelized"):
         verify(build(), make_batch())
+
+
+def run_reference(group):
+    """A model loaded with other weights than the reference, which a copy of it can't tell."""
+    model, reference = parallelize(build(), group), build()
+    assert verify(model, make_batch(), reference=reference).passed
+    with torch.no_grad():
+        reference.model.layers[0].mlp.up_proj.weight[3] += 1
+    report = verify(model, make_batch(), reference=reference)
+    assert not report.passed and report.errors["logits"] > 1e-2
+    assert verify(model, make_batch()).passed
+    return True
+
+
+def test_against_a_reference_loaded_apart(ranks):
+    assert ranks.run(run_reference) == [True, True]
+
+
+def run_without_labels(group):
+    whole = parallelize(build().model, group)  # no logits and no loss: its first output
+    report = verify(whole, {**make_batch(), "labels": None})
+    assert report.passed, str(report)
+    model = parallelize(build(), group)
+    report = verify(model, {**make_batch(), "labels": None})
+    assert report.passed and abs(report.loss - float(model(**make_batch()).logits.pow(2).mean())) < 1e-6
+    return True
+
+
+def test_without_labels_the_first_output_is_compared(ranks):
+    assert ranks.run(run_without_labels) == [True, True]
+
+
+def test_cross_entropy_is_exact_inside():
+    """49152 columns, as a rank of few sums them better than torch sums all on the CPU."""
+    logits = torch.randn(4, 49152, generator=torch.Generator().manual_seed(0)) * 3
+    target = torch.tensor([1, 2, 3, 49151])
+    exact = float(torch.nn.functional.cross_entropy(logits.double(), target))
+    with _ExactCrossEntropy():
+        found = torch.nn.functional.cross_entropy(logits, target)
+        assert torch.nn.functional.cross_entropy(input=logits, target=target) == found
+    assert found.dtype == torch.float32 and abs(float(found) - exact) <= 1e-7 * exact
