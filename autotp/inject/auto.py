@@ -13,8 +13,8 @@ from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError, ProofError
 from .discover import Discovery, class_of, find_shared_maps, move_name
 from .examples import make_examples
-from .placement import Placement
 from .norms import find_norms
+from .placement import Placement
 from .plan import ModulePlan, NormPlan, Plan, Region
 from .prove import Reference, make_reference, prove
 from .record import Record, Recorder, Shadow

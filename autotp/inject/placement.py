@@ -336,7 +336,7 @@ class RegionPlacement:
                     self.entered.add(id(tensor))
 
     def _enter_raw(self, key: SiteKey) -> None:
-        """Sum the gradient of what a column site that is no layer reads: arguments of its module, outputs of whole sites in it."""
+        """Sum the gradient of what a raw column site reads: arguments of its module, outputs of whole sites in it."""
         for record in self.tables.records:
             for call in record.sites[key].calls if key in record.sites else []:
                 owner = call.modules[-1]
@@ -481,7 +481,7 @@ def _no_support(tensor: Tensor) -> list[Tensor]:
 
 
 def choose_dim(per_rank: Sequence[Sequence[Tensor]]) -> int | None:
-    """The dim of which the ranks use different indices that together are all of them, with the fewest held; None if there is none."""
+    """The dim of which the ranks use different indices that together are all of them, with the fewest held; or None."""
     best = None
     for dim in range(len(per_rank[0])):
         masks = torch.stack([masks[dim] for masks in per_rank])

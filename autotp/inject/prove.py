@@ -114,7 +114,7 @@ class Reference:
     record: Record
     site_grads: list[Tensor | None]
     output_grads: list[Tensor]
-    y_grads: list[Tensor | None]
+    y_grads: Sequence[Tensor | None]
     parameter_grads: dict[str, Tensor | None]
     by_parameter: dict[str, list[int]] = field(default_factory=dict)
 
@@ -205,7 +205,7 @@ class RankRun:
                 raise ProofError(f"{site.parameter}: dim {cut.dim} is cut, which is neither its inputs nor its outputs")
         return rows, cols
 
-    def finish(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor | None], dict[str, Tensor | None]]:
+    def finish(self, outputs: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], dict[str, Tensor | None]]:
         """Compare the outputs, then pull the cotangents back: gradients at the sites' outputs and at the Parameters."""
         expected = self.reference.record.outputs
         if len(outputs) != len(expected):

@@ -206,7 +206,7 @@ class Interceptor(TorchFunctionMode):
                 return self.respond(operands, name, func, args, kwargs)
         if func is F.batch_norm:
             return _batch_norm(*args, **kwargs)
-        if isinstance(func, types.FunctionType) and "has_torch_function" in func.__code__.co_names or func in _COMPOSITES:
+        if (isinstance(func, types.FunctionType) and "has_torch_function" in func.__code__.co_names) or func in _COMPOSITES:
             return _open(func, self)(*args, **kwargs)
         view = self._view(func, args, kwargs)
         if view is not None:
@@ -258,7 +258,7 @@ class Recorder:
     def _respond(self, op: Operands, name: str, func: Any, args: tuple, kwargs: dict) -> Tensor:
         parameter = self.shadow.parameters[name]
         out, inside = locate(op.weight, parameter, op.w_out), locate(op.weight, parameter, op.w_in)
-        if op.w_in and inside is None or out is None:
+        if (op.w_in and inside is None) or out is None:
             key: SiteKey = (name, ())
             out = inside = None
         else:
@@ -290,10 +290,10 @@ class Recorder:
                 handle.remove()
             self.stack.clear()
 
-    def _enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def _enter(self, name: str, module: nn.Module, given_args: tuple, given_kwargs: dict) -> Any:
         self.stack.append(name)
         arguments, constants = {}, {}
-        args, kwargs = list(args), dict(kwargs)
+        args, kwargs = list(given_args), dict(given_kwargs)
         given: dict[int, tuple[Tensor, Tensor]] = {}  # one tensor passed twice stays one
         for key, value in bind_names(module, args, kwargs):
             if isinstance(value, Tensor) and value.is_floating_point():
@@ -476,8 +476,9 @@ def _prepare_config(model: nn.Module) -> None:
 def _shorten_scans(model: nn.Module) -> None:
     """Chunked scans pad a few tokens to a whole chunk: on the copy, chunks are short."""
     for module in model.modules():
-        if type(module.__dict__.get("chunk_size")) is int and module.chunk_size > SHORT_CHUNK:
-            module.chunk_size = SHORT_CHUNK
+        size = module.__dict__.get("chunk_size")
+        if type(size) is int and size > SHORT_CHUNK:
+            module.__dict__["chunk_size"] = SHORT_CHUNK
 
 
 def _batch_norm(x, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import errors
 from ..checkpoint.load import fill_from_source, place_buffers
 from ..checkpoint.save import save_pretrained
 from ..checkpoint.source import ModuleSource, SafetensorsSource, take_part
 from ..comm import TPGroup, resolve_group
-from .. import errors
 from ..errors import AutoTPError, PlanError
+from ..layers.attention import restore_fast_paths
 from ..layers.base import check_usable, find_group, index_parameters, mark_broken, sharded_modules
 from ..layers.entry import install_entry, remove_entry
 from ..layers.guards import install_guards, mark_model, unmark_model

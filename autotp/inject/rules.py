@@ -146,8 +146,8 @@ def _prove_on_calls(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
         prove(runs.shadow, kept, runs.references(), rewrite_modules)
     except ProofError as error:
         raise ProofError(
-            f"the plan does not compute what {type(model).__name__} does: {error}. Every linear that meets the split ones must be "
-            f"in the plan (a sibling is missing?), or the attributes of that module edited; plan='auto' finds a plan that fits."
+            f"the plan does not compute what {type(model).__name__} does: {error}. Every linear that meets the split ones must "
+            f"be in the plan (a sibling is missing?), or that module's attributes edited; plan='auto' finds a plan that fits."
         ) from error
     return replace(plan, proof="proved")
 

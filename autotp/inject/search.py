@@ -22,7 +22,6 @@ from .plan import Plan, fold_name
 from .prove import RankRun, Reference, Rewrite, SoloGroup, cut_shadow, without_edges
 from .record import Interceptor, ModuleCall, SiteKey, columns, running
 from .regions import FoundRegion, _classes, _patterns
-from .tables import Tables
 
 Place = tuple[str, str]  # a module's name, its layer numbers as "*", and an attribute
 Edits = dict[Place, tuple[Any, ...]]  # its value on each rank

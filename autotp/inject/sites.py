@@ -222,10 +222,11 @@ def locate(view: Tensor, parameter: Tensor, view_dims: tuple[int, ...]) -> Place
         found += dims
     if len(set(found)) != len(found):
         return None
-    offset, index = view.storage_offset() - parameter.storage_offset(), {}
+    offset = int(view.storage_offset()) - int(parameter.storage_offset())
+    index: dict[int, int] = {}
     for j in sorted(range(parameter.ndim), key=lambda j: -parameter.stride(j)):
         if parameter.shape[j] > 1:
-            index[j], offset = divmod(offset, parameter.stride(j))
+            index[j], offset = divmod(offset, int(parameter.stride(j)))
     starts = [index.get(j, 0) for j in found]
     if any(starts[1:]):
         return None

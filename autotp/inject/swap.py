@@ -211,7 +211,7 @@ def install_matmul(module: Any, entry: ModulePlan, group: TPGroup, shared: Share
         state["gather_output" if role == COLUMN else "split_input"] = True
     if entry.columns:  # what the ranks have summed enters again (Mamba's x_proj)
         insert_class(module, EnteringLinear)
-        module.columns, module.reduce_dtype = entry.columns, _dtype(entry)
+        state["columns"] = entry.columns
 
 
 def install_attention(module: Any, entry: ModulePlan, group: TPGroup, shared: Shared) -> None:

@@ -9,7 +9,6 @@ from transformers import BertConfig, BertForMaskedLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import autotp
-from autotp.inject.rules import build_on_meta
 from tests.inject.test_families import full_gradients
 from tests.models import batch, tiny, tiny_config
 
