@@ -106,12 +106,13 @@ class _Shrinker:
     def shrink(self, config: PreTrainedConfig, extra: dict[str, Any] | None = None) -> PreTrainedConfig:
         """A new config of the same class with small fields."""
         fields = own_fields(config)
-        small = {name: self.field(name, value, fields) for name, value in fields.items()}
+        small: dict[str, Any] = {name: self.field(name, value, fields) for name, value in fields.items()}
         small |= self.depth(fields, small)
         nested = {k for k, v in self.overrides.items() if isinstance(v, dict) and isinstance(fields.get(k), PreTrainedConfig)}
         small |= {k: v for k, v in self.overrides.items() if k in fields and k not in nested}
         small |= next((v for k, v in _HIDDEN.items() if config.model_type.startswith(k)), {}) | (extra or {})
-        return type(config)(**{k: v for k, v in small.items() if v is not None or fields.get(k) is None})
+        kept: dict[str, Any] = {k: v for k, v in small.items() if v is not None or fields.get(k) is None}
+        return type(config)(**kept)
 
     def field(self, name: str, value: Any, fields: dict[str, Any]) -> Any:
         if isinstance(value, PreTrainedConfig):
@@ -230,12 +231,13 @@ _HIDDEN: dict[str, dict[str, Any]] = {
 }
 # Of `_GIVEN`, what the type's config takes without declaring it.
 _NOT_FIELDS = ("num_key_value_heads", "yes_token_index", "no_token_index", "use_timm_backbone")
-_BACKBONE = {
-    "use_timm_backbone": False,
-    "backbone_config": CONFIG_MAPPING["resnet"](
-        embedding_size=8, hidden_sizes=[8, 16, 32, 64], depths=[1, 1, 1, 1], out_features=["stage2", "stage3", "stage4"]
-    ),
+_RESNET: dict[str, Any] = {
+    "embedding_size": 8,
+    "hidden_sizes": [8, 16, 32, 64],
+    "depths": [1, 1, 1, 1],
+    "out_features": ["stage2", "stage3", "stage4"],
 }
+_BACKBONE = {"use_timm_backbone": False, "backbone_config": CONFIG_MAPPING["resnet"](**_RESNET)}
 _INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4}
 # What no rule can know, by model type: it goes over everything else, in the configs inside too.
 _GIVEN: dict[str, dict[str, Any]] = {
@@ -359,7 +361,7 @@ def tiny_model(model_type: str, kind: str, seed: int = 0) -> nn.Module:
         the first error of building it, if no way of shrinking its config helps.
     """
     cls = getattr(transformers, registered(kind)[model_type])
-    first: Exception | None = None
+    errors: list[Exception] = []
     for retry in _RETRIES:
         try:
             config = tiny_config(model_type, **retry)
@@ -369,10 +371,10 @@ def tiny_model(model_type: str, kind: str, seed: int = 0) -> nn.Module:
             torch.manual_seed(seed)
             model = cls._from_config(config, dtype=torch.float32)
         except Exception as error:  # whatever the config or the model says: another way of shrinking may help
-            first = first or error
+            errors.append(error)
             continue
         return randomize(model, seed).eval()
-    raise first
+    raise errors[0]
 
 
 def matching(config: PreTrainedConfig, cls: type) -> PreTrainedConfig:

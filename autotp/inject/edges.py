@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -18,7 +19,33 @@ Spec = dict[str, Any]
 def plan_edges(
     model: nn.Module, tp_size: int, specs: dict[str, Spec], head: str, source: str, reasons: dict[str, str]
 ) -> tuple[dict[str, ModulePlan], str | None]:
-    """Input and output embedding, tied or not: split over the vocabulary, by one rule of their own."""
+    """Input and output embedding, tied or not: split over the vocabulary, by one rule of their own.
+
+    An embedding that shares its weight with further modules is split if they are embeddings too, which get the same plan.
+    """
+    edges, name_out = _plan_pair(model, tp_size, specs, head, source, reasons)
+    embedding, output = _embeddings(model)
+    if source != "discovered" or embedding is None:
+        return edges, name_out
+    names = {module: name for name, module in model.named_modules()}
+    others = [m for m in names if getattr(m, "weight", None) is embedding.weight and m not in (embedding, output)]
+    planned = edges.get(names[embedding])
+    if planned is None or not others:
+        return edges, name_out
+    if all(isinstance(m, nn.Embedding) for m in others):
+        return edges | {names[m]: replace(planned, name=names[m]) for m in others}, name_out
+    for name in (names[embedding], *(names[m] for m in others)):
+        reasons[name] = "its weight is shared with modules that are no embeddings"
+        edges.pop(name, None)
+    if output is not None and output.weight is embedding.weight:
+        edges = {name: plan for name, plan in edges.items() if plan.why != "vocabulary"}
+        name_out = None
+    return edges, name_out
+
+
+def _plan_pair(
+    model: nn.Module, tp_size: int, specs: dict[str, Spec], head: str, source: str, reasons: dict[str, str]
+) -> tuple[dict[str, ModulePlan], str | None]:
     names = {module: name for name, module in model.named_modules()}
     embedding, output = _embeddings(model)
     edges: dict[str, ModulePlan] = {}

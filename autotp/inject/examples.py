@@ -65,10 +65,9 @@ def _first(config: Any, *names: str, default: Any = None) -> Any:
 
 def _pair(value: Any) -> tuple[int, int]:
     """Height and width of a config's size: an int, a pair or a dict."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return (int(value[-2]), int(value[-1])) if len(value) > 1 else (int(value[0]), int(value[0]))
+    if isinstance(value, dict | list | tuple):
+        sizes: list[Any] = list(value.values() if isinstance(value, dict) else value)
+        return (int(sizes[-2]), int(sizes[-1])) if len(sizes) > 1 else (int(sizes[0]), int(sizes[0]))
     return int(value), int(value)
 
 
@@ -86,7 +85,8 @@ class _Maker:
     """Builds the arguments of one call; `variant` says how, where the config leaves several readings."""
 
     def __init__(self, model: nn.Module, batch: int, length: int, seed: int, variant: dict[str, Any]) -> None:
-        self.model, self.config, self.batch, self.variant = model, model.config, batch, variant
+        self.model, self.batch, self.variant = model, batch, variant
+        self.config: Any = model.config
         self.length = variant.get("length", length)
         self.generator = torch.Generator().manual_seed(seed)
         self.parameters = inspect.signature(model.forward).parameters
@@ -153,7 +153,7 @@ class _Maker:
     def pixel_values(self) -> Tensor:
         high, wide = self.image_size()
         if self.variant.get("patches"):
-            return self.normal(self.grid()[0].prod().item() * self.batch, self.patch_width())
+            return self.normal(int(self.grid()[0].prod()) * self.batch, self.patch_width())
         if self.variant.get("packed"):
             side = int(_first(self.vision, "num_patches", default=16))
             return self.normal(self.batch, side, self.channels() * _pair(_first(self.vision, "patch_size", default=16))[0] ** 2)
@@ -286,7 +286,7 @@ def _required(model: nn.Module) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def _text_rows(model: nn.Module) -> int | None:
+def _text_rows(model: Any) -> int | None:
     """Rows of the model's own table of tokens."""
     try:
         table = model.get_input_embeddings()
@@ -362,7 +362,7 @@ def _scenarios(model: nn.Module, length: int) -> list[list[Recipe]]:
     own = kinds[first](config) if first in kinds else _text_variants(config, length)
     if first == "inputs":
         own += [{**v, "as": name} for name in ("pixel_values", "input_values", "input_features") for v in kinds[name](config)]
-    scenarios = [[((first,), variant) for variant in own]]
+    scenarios: list[list[Recipe]] = [[((first,), variant) for variant in own]]
     extra: list[tuple[str, ...]] = [("encoder_hidden_states",)] if _cross_width(model) else []
     if first == "input_ids" and "decoder_input_ids" not in parameters and _cross_width(model):
         extra.append(("encoder_outputs",))

@@ -278,19 +278,17 @@ class Plan:
     def collectives(self) -> tuple[int, int]:
         """All-reduces and all-gathers of activations between the embedding and the head, `(forward, backward)`.
 
-        Forward: one where partial sums leave a row linear or a module, one where a column linear's output is gathered, one
-        for the statistics of a dealt norm (two for a layernorm). Backward: one for each group of siblings' input, for an
-        argument and for columns that enter, one where a whole input was split, one for a dealt norm. Gradients of parameters
-        are not counted.
+        Forward: one where partial sums leave a row linear or a module, one where a column linear's output is gathered. Backward:
+        one for each group of siblings' input, for an argument and for columns that enter, one where a whole input was split.
+        Neither the statistics of dealt norms (a number a token) nor gradients of parameters are counted.
         """
         modules = [m for m in self.modules if m.name != self.head]
-        norms = [m.norm for m in modules if m.norm is not None]
         forward = sum(m.style in ROW_STYLES + GATHERING_STYLES for m in modules) + sum(len(m.outputs) for m in modules)
         attentions = sum(m.style in ATTENTION_STYLES for m in modules)
-        forward += attentions + len(norms) + sum(norm.kind == "layernorm" for norm in norms)
+        forward += attentions
         backward = len({m.siblings for m in modules if m.siblings}) + sum(entry.sums for m in modules for entry in m.inputs)
         backward += sum(m.style in SPLITTING_STYLES for m in modules) + sum(bool(m.columns) for m in modules)
-        backward += attentions + len(norms)
+        backward += attentions
         return forward, backward
 
 

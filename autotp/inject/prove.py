@@ -23,7 +23,7 @@ from ..comm import TPGroup
 from ..errors import ProofError
 from ..shard import Shard
 from .plan import ATTENTION_STYLES, Plan
-from .record import Call, Interceptor, Record, Shadow, Site, SiteKey, add_bias, flatten, running
+from .record import Call, Interceptor, Record, Shadow, Site, SiteKey, add_bias, flatten, keep_state, running
 from .sites import Operands
 
 TOLERANCE = 1e-7  # of the largest number of a tensor, in float64; a wrong column is off by about 1
@@ -326,7 +326,7 @@ def _run_ranks(reference: Reference, locals_: list[Shadow], plan: Plan, threads:
         run = RankRun(reference, locals_[rank], plan.shards, rank, parts)
         try:
             with torch.enable_grad():
-                with Interceptor(locals_[rank], run.respond):
+                with keep_state(locals_[rank].model), Interceptor(locals_[rank], run.respond):
                     output = locals_[rank].model(**reference.call)
                 outputs = [t for t in flatten(output) if t.is_floating_point()]
                 results[rank] = (run, *run.finish(outputs))

@@ -251,7 +251,7 @@ class Recorder:
         Raises:
             whatever the forward raises.
         """
-        with self._hooks(), running(), Interceptor(self.shadow, self._respond):
+        with keep_state(self.shadow.model), self._hooks(), running(), Interceptor(self.shadow, self._respond):
             output = self.shadow.model(**call)
         self.record.outputs += [t for t in flatten(output) if t.is_floating_point()]
 
@@ -324,6 +324,21 @@ class Recorder:
 
 
 # -- helpers ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def keep_state(model: nn.Module) -> Iterator[None]:
+    """What a forward stores on the modules (caches, states) is gone afterwards."""
+    before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            for key in set(vars(module)) - set(attributes):
+                del module.__dict__[key]
+            module.__dict__.update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from .attributes import restore_attributes, set_attributes
 from .placement import Placement
 from .plan import Plan, fold_name
 from .prove import RankRun, Reference, Rewrite, SoloGroup, cut_shadow, without_edges
-from .record import Interceptor, ModuleCall, SiteKey, columns, running
+from .record import Interceptor, ModuleCall, SiteKey, columns, keep_state, running
 from .regions import FoundRegion, _classes, _patterns
 
 Place = tuple[str, str]  # a module's name, its layer numbers as "*", and an attribute
@@ -93,7 +93,7 @@ class Search:
                 set_attributes(module, name, attrs, rank)
                 edited.append(module)
             args, kwargs = _detached(calls[0])
-            with running(), torch.no_grad(), counter:
+            with keep_state(local.model), running(), torch.no_grad(), counter:
                 local.model.get_submodule(self.scope)(*args, **kwargs)
         except Exception as error:  # whatever a wrong number leads to: this set does not run
             self.last = str(error)[:100]

@@ -1,5 +1,7 @@
 """Example calls made from a model's signature and config: that they run, and that together they run every parameter."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,12 +12,14 @@ from autotp.errors import PlanError
 from autotp.inject.examples import candidate_calls, make_examples
 from tests.models import tiny
 
-TEXT = dict(vocab_size=131, hidden_size=64, num_hidden_layers=2, num_attention_heads=8, intermediate_size=96)
-SEQ2SEQ = dict(
+TEXT: dict[str, Any] = dict(vocab_size=131, hidden_size=64, num_hidden_layers=2, num_attention_heads=8, intermediate_size=96)
+SEQ2SEQ: dict[str, Any] = dict(
     **dict(vocab_size=131, d_model=64, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=96, decoder_ffn_dim=96),
     **dict(encoder_attention_heads=8, decoder_attention_heads=8, max_position_embeddings=64),
 )
-IMAGE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, image_size=32, patch_size=8)
+IMAGE: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, image_size=32, patch_size=8
+)
 
 
 def gpt2():
@@ -40,7 +44,8 @@ def bart():
 
 
 def bart_decoder():
-    return hf.bart.BartForCausalLM(hf.bart.BartConfig(**SEQ2SEQ, is_decoder=True, add_cross_attention=True))
+    decoder: dict[str, Any] = dict(SEQ2SEQ, is_decoder=True, add_cross_attention=True)
+    return hf.bart.BartForCausalLM(hf.bart.BartConfig(**decoder))
 
 
 def mixtral():
@@ -48,9 +53,9 @@ def mixtral():
 
 
 def whisper():
-    wide = dict(num_mel_bins=16, max_source_positions=30, max_target_positions=32)
+    wide: dict[str, Any] = dict(num_mel_bins=16, max_source_positions=30, max_target_positions=32)
     small = {key: value for key, value in SEQ2SEQ.items() if key != "max_position_embeddings"}
-    special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
+    special: dict[str, Any] = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
     return hf.whisper.WhisperForConditionalGeneration(hf.whisper.WhisperConfig(**small, **wide, **special))
 
 
