@@ -66,30 +66,38 @@ def find_region(tables: Tables, seed: SiteKey, tp_size: int, taken: set[SiteKey]
     if not cols:
         culprits = sorted(tables.reach(seed), key=lambda k: -int(tables.reach(seed)[k].sum()))[:3]
         raise Refusal(seed, "dense", f"every column depends on all of {', '.join(k[0] for k in culprits) or 'nothing'}")
-    best: FoundRegion | None = None
-    for look in range(5):  # closer and closer, until the units can be dealt evenly
-        block = {
-            row: tables.first_block(row, tp_size) if look == 0 else tables.block_size(row) // 4 ** (look - 1) or 1 for row in rows
-        }
-        found = _deal(tables, seed, rows, cols, tp_size, block)
-        if isinstance(found, FoundRegion):
-            best = found
-        if (
-            (isinstance(found, FoundRegion) and len(set(found.units)) == 1)
-            or all(size == 1 for size in block.values())
-            or look == 4
-        ):
-            break
-        if best is not None and look >= 1:
-            break
-    if best is None:
-        assert isinstance(found, Refusal)
-        raise found
-    found = best
+    found = _look(tables, seed, rows, cols, tp_size)
     for key in {k for row in rows for k in tables.reach(row)} - set(cols):
         masks = [tables.reach(row)[key] for row in rows if key in tables.reach(row)]
         found.enters[key] = torch.stack(masks).any(0)
     return found
+
+
+def _look(tables: Tables, seed: SiteKey, rows: list[SiteKey], cols: list[SiteKey], tp_size: int) -> FoundRegion:
+    """The region dealt at the coarsest look at its columns that deals evenly; copies only where no look does without.
+
+    Raises:
+        Refusal: it can't be dealt.
+    """
+    first = {row: tables.first_block(row, tp_size) for row in rows}
+    close = {row: tables.block_size(row) for row in rows}
+    closer, closest = ({row: max(1, size // by) for row, size in close.items()} for by in (4, 64))
+    best: FoundRegion | None = None
+    for copies, looks in ((False, (first, close, closer)), (True, (close, closer, closest))):
+        for block in looks:
+            found = _deal(tables, seed, rows, cols, tp_size, block, copies)
+            if isinstance(found, FoundRegion):
+                best = found
+                if len(set(found.units)) == 1:
+                    return found
+            elif found.reason == "dead columns":
+                raise found
+            if all(size == 1 for size in block.values()):
+                break
+        if best is not None:
+            return best
+    assert isinstance(found, Refusal)
+    raise found
 
 
 def _close(tables: Tables, rows: list[SiteKey], whole: set[SiteKey], no_row: set[SiteKey], tp_size: int) -> list[SiteKey]:
@@ -180,9 +188,9 @@ def _bits(mask: int) -> list[int]:
 
 
 def _deal(
-    tables: Tables, seed: SiteKey, rows: list[SiteKey], cols: list[SiteKey], tp_size: int, block: dict[SiteKey, int]
+    tables: Tables, seed: SiteKey, rows: list[SiteKey], cols: list[SiteKey], tp_size: int, block: dict[SiteKey, int], copies: bool
 ) -> FoundRegion | Refusal:
-    """The region with its units dealt to the ranks, or why that can't be done at this block size."""
+    """The region with its units dealt to the ranks, or why that can't be done at this block size (with `copies` or without)."""
     counts = [-(-tables.sites[row].in_size // block[row]) for row in rows]
     starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
     joined = {col: _join(tables, rows, col, counts, block) for col in cols}
@@ -194,7 +202,7 @@ def _deal(
     every = (1 << starts[-1]) - 1
     groups = _components([p for found in patterns.values() for p in found], every)
     units, left_out = groups, ()
-    if len(groups) < tp_size:
+    if len(groups) < tp_size and copies:
         units, left_out = _split_groups(patterns, every, tp_size)
     if len(units) < tp_size:
         return Refusal(

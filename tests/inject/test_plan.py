@@ -49,6 +49,7 @@ def test_json_keeps_every_field():
         "caller",
         "why",
         once=("bias",),
+        copied=("inner.bias",),
         inputs=(InputPlan("alibi", 2, True, 0, 4, (((0, 2, 2, 1),), ((2, 2, 2, 1),))), InputPlan("mask", None, False)),
         outputs=(0, 2),
         norm=NormPlan("rms", 1e-6, 6),

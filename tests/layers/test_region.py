@@ -254,8 +254,8 @@ def check_local_data(group):
     for words in ("enters x", "takes its part of dim 1 of mask", "rank 0's down_bias", "sums gain", "reduces output 0",
                   "rms norm over 32 dealt columns", "columns 3-5 enter", f"num_heads={len(heads)}"):  # fmt: skip
         assert words in text, (words, text)
-    # attention's sum, experts' and narrow's; two norms' statistics, of which a layernorm's are two
-    assert mine.__dict__["autotp_plan"].collectives == (3 + 3, 2 + 3 + 1 + 2)
+    # attention's sum, experts' and narrow's; two groups of siblings, three arguments and columns that enter
+    assert mine.__dict__["autotp_plan"].collectives == (3, 2 + 3 + 1)
 
 
 def test_what_each_rank_holds_and_what_the_plan_says(ranks):
