@@ -207,7 +207,7 @@ def measure_load(path: str, port: str, rank: str) -> None:
         while not done.wait(0.002):
             peak = max(peak, read_anonymous_bytes())
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)  # a failed load must end the process
     watcher.start()
     model = autotp.from_pretrained(path)
     done.set()
@@ -218,7 +218,7 @@ def measure_load(path: str, port: str, rank: str) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="needs Linux's smaps_rollup")
 def test_memory_is_the_shard_and_one_tensor(tmp_path):
-    """Of a 470 MB model at TP=2, no rank may hold more than its part, the largest tensor and 60 MB: the whole would not fit."""
+    """Of a 470 MB model at TP=2, no rank may hold more than its part, the largest tensor, 60 MB and what planning takes."""
     settings = LlamaConfig(
         hidden_size=1024,
         intermediate_size=2816,
