@@ -17,10 +17,11 @@ from .norms import find_norms
 from .placement import Placement
 from .plan import ModulePlan, NormPlan, Plan, Region
 from .prove import Reference, make_reference, prove
-from .record import Record, Recorder, Shadow
+from .record import Record, Recorder
 from .reduce import Reduction, find_reduction
 from .regions import FoundRegion
 from .search import Search
+from .shadow import Shadow
 
 SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: no plan may hold for one shape alone
 WIDE_SHAPES = ((2, 5), (3, 4))  # the same for models of more than WIDE parameters, whose activations take the memory

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .plan import fold_name
-from .record import Record, Shadow, SiteKey
+from .record import Record, SiteKey
 from .regions import FoundRegion, Refusal, find_region
+from .shadow import Shadow
 from .tables import Tables
 
 WORTH = 0.25  # parameters of a region, at least, for each pair of the numbers that its all-reduces move a token

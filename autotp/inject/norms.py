@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .plan import NormPlan
-from .record import Interceptor, Shadow, SiteKey, running
+from .record import Interceptor, SiteKey, running
+from .shadow import Shadow
 from .tables import Tables
 
 KINDS: dict[str, Callable[[Tensor, Tensor, Tensor | None, float], Tensor]] = {

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import PlanError
 from ..layers.attention import attention_shards
 from ..shard import Shard, compress_indices
+from .indices import choose_dim, merge_inputs, no_support, product_cut, project, single_runs, smallest_period
 from .plan import InputPlan, ModulePlan, NormPlan, Region
 from .record import Call, ModuleCall, SiteKey, bind_position, columns
 from .regions import FoundRegion
@@ -83,7 +84,7 @@ class Placement:
             f.summed, f.once = set(), set()
 
     def _finish(self, name: str, f: Facets) -> ModulePlan:
-        ranges = () if f.columns is None else tuple((s, s + n) for s, n, _, _ in _single_runs(f.columns))
+        ranges = () if f.columns is None else tuple((s, s + n) for s, n, _, _ in single_runs(f.columns))
         style = f.style
         if style == "local_params" and ranges:
             style = "mla_kv_a_proj"
@@ -233,7 +234,7 @@ class RegionPlacement:
             for record in self.tables.records:
                 for name, grad in zip(tensors, self._pull(record, rank, list(tensors.values())), strict=True):
                     if grad is not None and bool(grad.ne(0).any()):
-                        per_rank = found.setdefault(name, [_no_support(grad) for _ in range(self.tp_size)])
+                        per_rank = found.setdefault(name, [no_support(grad) for _ in range(self.tp_size)])
                         per_rank[rank] = [a | b for a, b in zip(per_rank[rank], project(grad), strict=True)]
         return found
 
@@ -273,7 +274,7 @@ class RegionPlacement:
         grads = [self._pull(record, rank, [leaf])[0] for rank in range(self.tp_size)]
         if not any(g is not None and bool(g.ne(0).any()) for g in grads) or self._is_local(record, tensor):
             return
-        per_rank = [_no_support(leaf) if g is None else project(g) for g in grads]
+        per_rank = [no_support(leaf) if g is None else project(g) for g in grads]
         sums = self._carries(record, tensor)
         dim = choose_dim(per_rank)
         plan = InputPlan(name, bind_position(self.placement.modules[self.scope], name), sums)
@@ -285,7 +286,7 @@ class RegionPlacement:
             return
         inputs = self.facets[self.scope].inputs
         if name in inputs and inputs[name] != plan:
-            merged = _merge_inputs(inputs[name], plan)
+            merged = merge_inputs(inputs[name], plan)
             if merged is None:
                 raise PlanError(f"{self.scope}: argument {name} would enter in two ways")
             plan = merged
@@ -440,78 +441,3 @@ def builds_on_plain(module: nn.Module) -> bool:
         return False
     forward = type(module).forward
     return forward is plain.forward or "super" in forward.__code__.co_names
-
-
-# -- index sets ---------------------------------------------------------------------------------------------------------
-
-
-def product_cut(shape: tuple[int, ...], dims: tuple[int, ...], held: Sequence[Tensor], name: str) -> Shard:
-    """The shard that holds, on each rank, `held` of the flattened `dims`, which must be a cut of one of them.
-
-    Raises:
-        PlanError: the indices are no product of one dim's with all of the others'.
-    """
-    if len(dims) == 1:
-        return Shard.from_indices(shape, dims[0], [h.tolist() for h in held])
-    sizes = [shape[d] for d in dims]
-    for place, dim in enumerate(dims):
-        chosen = []
-        for indices in held:
-            mask = torch.zeros(sizes, dtype=torch.bool)
-            mask.view(-1)[indices] = True
-            along = mask.movedim(place, 0).flatten(1)
-            if not bool((along.all(1) == along.any(1)).all()):
-                break
-            chosen.append(along.any(1).nonzero().flatten().tolist())
-        else:
-            return Shard.from_indices(shape, dim, chosen)
-    raise PlanError(f"{name}: the ranks' columns are no cut of one of its dims {dims}")
-
-
-def project(grad: Tensor) -> list[Tensor]:
-    """For each dim, which indices have a number that is not zero."""
-    hit = grad.ne(0)
-    if hit.ndim == 0:
-        return []
-    return [hit.movedim(d, 0).flatten(1).any(1) if hit.ndim > 1 else hit for d in range(hit.ndim)]
-
-
-def _no_support(tensor: Tensor) -> list[Tensor]:
-    return [torch.zeros(n, dtype=torch.bool) for n in tensor.shape]
-
-
-def choose_dim(per_rank: Sequence[Sequence[Tensor]]) -> int | None:
-    """The dim of which the ranks use different indices that together are all of them, with the fewest held; or None."""
-    best = None
-    for dim in range(len(per_rank[0])):
-        masks = torch.stack([masks[dim] for masks in per_rank])
-        if masks.any(0).all() and not masks.all() and masks.any(1).all():
-            total = int(masks.sum())
-            if best is None or total < best[0]:
-                best = (total, dim)
-    return None if best is None else best[1]
-
-
-def smallest_period(masks: Sequence[Tensor]) -> int:
-    """The smallest period of all `masks` that divides their length."""
-    size = len(masks[0])
-    for period in range(1, size + 1):
-        if size % period == 0 and all(bool((m.view(-1, period) == m[:period]).all()) for m in masks):
-            return period
-    return size
-
-
-def _merge_inputs(a: InputPlan, b: InputPlan) -> InputPlan | None:
-    """One plan for an argument that two calls or two regions enter: a part is taken if either takes it, and they agree."""
-    if a.dim is not None and b.dim is not None and (a.dim, a.period, a.indices) != (b.dim, b.period, b.indices):
-        return None
-    base = a if a.dim is not None else b
-    return replace(base, sums=a.sums or b.sums)
-
-
-def _single_runs(mask: Tensor) -> list[tuple[int, int, int, int]]:
-    """Neighbouring indices of a bool mask as runs without repeats."""
-    found = []
-    for start, length, stride, count in compress_indices(mask.nonzero().flatten().tolist()):
-        found += [(start + i * stride, length, length, 1) for i in range(count)]
-    return found

@@ -25,7 +25,6 @@ SPLITTING_STYLES = ("rowwise_split_input", "rowwise_rep")
 EMBEDDING_STYLES = ("embedding_rowwise", "embedding_colwise")
 # Only in plans that say themselves who reduces and who enters, not in a caller's dict.
 PARTIAL_STYLES = ("rowwise_partial",)
-LOCAL_EMBEDDING_STYLES = ("embedding_colwise_local",)
 ATTENTION_STYLES = ("multihead_attention",)  # nn.MultiheadAttention with its out_proj: a rule of its own
 SUM_STYLES = ("replicated_with_grad_allreduce",)
 MISC_STYLES = ("mla_kv_a_proj", "local_params", "replicate", "whole")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,68 +23,12 @@ from ..comm import TPGroup
 from ..errors import ProofError
 from ..shard import Shard
 from .plan import ATTENTION_STYLES, Plan
-from .record import Call, Interceptor, Record, Shadow, Site, SiteKey, add_bias, flatten, keep_state, running
+from .record import Call, Interceptor, Record, Site, add_bias, flatten, keep_state, running
+from .shadow import Shadow
 from .sites import Operands
+from .threads import SoloGroup, ThreadGroup, ThreadRanks
 
 TOLERANCE = 1e-7  # of the largest number of a tensor, in float64; a wrong column is off by about 1
-CPU = torch.device("cpu")
-
-
-class ThreadRanks:
-    """What the threads of one simulated job share: a barrier, and a slot a rank."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.barrier = threading.Barrier(size, timeout=120)
-        self.slots: list[Any] = [None] * size
-
-    def exchange(self, rank: int, value: Any) -> list[Any]:
-        """Every rank's `value`, on every rank."""
-        self.slots[rank] = value
-        self.barrier.wait()
-        values = list(self.slots)
-        self.barrier.wait()
-        return values
-
-
-class ThreadGroup(TPGroup):
-    """A TPGroup whose ranks are threads of this process."""
-
-    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
-        super().__init__(None, CPU)
-        self.threads, self.tp_rank, self.tp_size, self.ranks = ranks, rank, ranks.size, tuple(range(ranks.size))
-
-    def all_reduce_owned(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        values = self.threads.exchange(self.tp_rank, tensor.detach().clone())
-        if any(value.shape != tensor.shape for value in values):
-            raise ProofError(f"ranks reduce tensors of shapes {[list(value.shape) for value in values]} together")
-        stacked = torch.stack(values)
-        reduced = {"sum": stacked.sum(0), "max": stacked.amax(0), "min": stacked.amin(0)}[op]
-        with torch.no_grad():
-            return tensor.copy_(reduced)
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum", dtype: torch.dtype | None = None) -> Tensor:
-        return self.all_reduce_owned(tensor.detach().clone(), op)
-
-    def all_gather(self, local: Tensor, shard: Shard) -> Tensor:
-        return shard.join(self.threads.exchange(self.tp_rank, local.detach().clone()))
-
-
-class SoloGroup(TPGroup):
-    """One rank of several, running alone: its reductions return what they are given."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(None, CPU)
-        self.tp_rank, self.tp_size, self.ranks = rank, size, tuple(range(size))
-
-    def all_reduce_owned(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        return tensor
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum", dtype: torch.dtype | None = None) -> Tensor:
-        return tensor.clone()
-
-    def all_gather(self, local: Tensor, shard: Shard) -> Tensor:
-        return torch.zeros(shard.shape, dtype=local.dtype)
 
 
 def cut_shadow(shadow: Shadow, shards: dict[str, Shard], rank: int) -> Shadow:
@@ -402,9 +346,3 @@ def _add_columns(total: Tensor, grad: Tensor, call: Call, role: tuple, site: Sit
     place = torch.arange(total.numel()).view(total.shape)
     local = take(place, call.y_axes, (dims, cut_dim, indices), site, call.y_start)
     total.view(-1).index_add_(0, local.reshape(-1), grad.reshape(-1))
-
-
-def iterate_calls(record: Record) -> Iterator[tuple[SiteKey, Call]]:
-    """Every site call in the order in which they were made."""
-    for key, number in record.order:
-        yield key, record.sites[key].calls[number]

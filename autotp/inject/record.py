@@ -7,7 +7,6 @@ model's own width on any machine. All floating numbers are float64 inside, whate
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import types
@@ -18,16 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..errors import PlanError
-from .reduce import Reduction
+from .shadow import Shadow
 from .sites import Operands, locate, read_site
 
-REAL_NUMEL = 1 << 20  # stand-ins of Parameters up to this size hold numbers from the start; larger ones when they are read
-SHORT_CHUNK = 8
 SiteKey = tuple[str, tuple[int, ...]]  # a Parameter's name and the dims of it that become output columns
 NARROW = {torch.float32, torch.float16, torch.bfloat16}
 COMPLEX = {torch.complex64, torch.complex32}
@@ -107,84 +102,6 @@ class Record:
     order: list[tuple[SiteKey, int]] = field(default_factory=list)
     module_calls: dict[str, list[ModuleCall]] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
-
-
-class Shadow:
-    """A copy of a model's module tree whose Parameters are stand-ins: random numbers, or nothing (meta) where they are big.
-
-    Attributes:
-        model: the copy, in evaluation; names: storage -> full name of the Parameter or buffer that lives in it.
-    """
-
-    def __init__(
-        self, model: nn.Module, seed: int = 0, buffers_need_grad: bool = True, reduction: Reduction | None = None
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        memo: dict[int, Any] = {}
-        for name, parameter in model.named_parameters():
-            kept = reduction is None or reduction.holds(name)
-            memo.setdefault(id(parameter), nn.Parameter(_stand_in(parameter, generator, kept), parameter.requires_grad))
-        computed = _compute_buffers(model)
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            value = computed.get(name, buffer).detach().cpu()
-            memo.setdefault(id(buffer), value.double() if value.is_floating_point() else value.clone())
-            if buffers_need_grad and value.is_floating_point():
-                memo[id(buffer)].requires_grad_()
-        self.model = copy.deepcopy(model, memo).eval()
-        if reduction is not None:
-            reduction.apply(self.model)
-        _prepare_config(self.model)
-        _shorten_scans(self.model)
-        self.generator = generator
-        self.real: dict[int, nn.Parameter] = {}
-        self.transparent: set[str] = set()
-        self.index()
-
-    def index(self) -> None:
-        """Note which storage belongs to which name; again after Parameters were replaced."""
-        self.names: dict[int, str] = {}
-        self.parameters: dict[str, nn.Parameter] = {}
-        for name, parameter in self.model.named_parameters():
-            self.names[_storage(parameter)] = name
-            self.parameters[name] = parameter
-        self.buffers = {_storage(b): name for name, b in self.model.named_buffers() if b.is_floating_point() and b.numel()}
-
-    def find(self, tensor: Any) -> str | None:
-        """Name of the Parameter that `tensor` is, or is a view of."""
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-            return None
-        return self.names.get(_storage(tensor))
-
-    def fill(self, tensor: Tensor) -> Tensor:
-        """The same view of a stand-in with numbers, for an operation that is no site."""
-        name = self.names[_storage(tensor)]
-        key = _storage(self.parameters[name])
-        if key not in self.real:
-            full = torch.randn(self.parameters[name].shape, generator=self.generator, dtype=torch.float64) * 0.5
-            self.real[key] = nn.Parameter(full, self.parameters[name].requires_grad)
-        return self.real[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    def is_transparent(self, name: str, op: Operands) -> bool:
-        """Whether a linear map is no site, its weight a Parameter like any other: asked for, or block by block in one dim."""
-        if name in self.transparent:
-            return True
-        used = {*op.w_in, *op.w_out}
-        rest = tuple(d for d in range(op.weight.ndim) if d not in used and op.weight.shape[d] > 1)
-        if not rest or not op.w_in:
-            return False
-        places = [locate(op.weight, self.parameters[name], dims) for dims in (rest, op.w_in + op.w_out)]
-        if None in places or not set(places[0].dims) & set(places[1].dims):  # type: ignore[union-attr]
-            return False
-        self.transparent.add(name)
-        return True
-
-    def leaf(self, name: str) -> Tensor:
-        """The tensor that gradients of Parameter `name` arrive at."""
-        parameter = self.parameters[name]
-        return self.real.get(_storage(parameter), parameter)
-
-
-Respond = Callable[[SiteKey, Operands, Any], Tensor]
 
 
 class Interceptor(TorchFunctionMode):
@@ -441,59 +358,11 @@ def _widen_dtype(value: Any) -> Any:
     return value
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _size(shape: tuple[int, ...], dims: tuple[int, ...]) -> int:
     size = 1
     for dim in dims:
         size *= shape[dim]
     return size
-
-
-def _stand_in(parameter: Tensor, generator: torch.Generator, kept: bool) -> Tensor:
-    dtype = torch.float64 if parameter.is_floating_point() else parameter.dtype
-    if not kept or (parameter.numel() > REAL_NUMEL and parameter.ndim > 1):
-        return torch.empty(parameter.shape, dtype=dtype, device="meta")
-    return torch.randn(parameter.shape, generator=generator, dtype=torch.float64).mul_(0.5).to(dtype)
-
-
-def _compute_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Values of buffers that are on meta, as the model's constructor computes them.
-
-    Raises:
-        PlanError: there is no config to construct it from.
-    """
-    missing = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if not missing:
-        return {}
-    if getattr(model, "config", None) is None:
-        raise PlanError(f"buffer {missing[0]} is on meta: build the model with its buffers on the CPU (they are small)")
-    with init_empty_weights(include_buffers=False):
-        twin = type(model)(copy.deepcopy(model.config))
-    return dict(twin.named_buffers(remove_duplicate=False))
-
-
-def _prepare_config(model: nn.Module) -> None:
-    """Eager attention and eager experts, so that every rank's arithmetic is plain to see; on the copy's own configs."""
-    seen: set[int] = set()
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is None or id(config) in seen:
-            continue
-        seen.add(id(config))
-        for key, value in (("_attn_implementation_internal", "eager"), ("_experts_implementation_internal", "eager")):
-            if hasattr(config, key):
-                object.__setattr__(config, key, value)
-
-
-def _shorten_scans(model: nn.Module) -> None:
-    """Chunked scans pad a few tokens to a whole chunk: on the copy, chunks are short."""
-    for module in model.modules():
-        size = module.__dict__.get("chunk_size")
-        if type(size) is int and size > SHORT_CHUNK:
-            module.__dict__["chunk_size"] = SHORT_CHUNK
 
 
 def _batch_norm(x, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -165,6 +166,7 @@ def plan_together(model: nn.Module, group: TPGroup, plan: Any, head: str, inputs
             made = make_plan(model, group.tp_size, plan, head, inputs).to_json()
         except Exception as error:  # every rank has to hear of it
             failure = error
+        gc.collect()  # what the proof ran on refers to itself: gone before the weights come
     text, failed = group.broadcast_object((made, None if failure is None else (type(failure).__name__, str(failure))))
     if failure is not None:
         raise failure

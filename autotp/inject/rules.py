@@ -30,8 +30,8 @@ from .edges import edge_parameters, plan_edges
 from .pairs import pair_regions
 from .plan import ModulePlan, Plan, Region, WholePlan
 from .prove import prove, try_rewrite
-from .record import Shadow
 from .reduce import Reduction
+from .shadow import Shadow
 from .swap import rewrite_modules
 
 Spec = dict[str, Any]

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from .attributes import restore_attributes, set_attributes
 from .placement import Placement
 from .plan import Plan, fold_name
-from .prove import RankRun, Reference, Rewrite, SoloGroup, cut_shadow, without_edges
+from .prove import RankRun, Reference, Rewrite, cut_shadow, without_edges
 from .record import Interceptor, ModuleCall, SiteKey, columns, keep_state, running
 from .regions import FoundRegion, _classes, _patterns
+from .threads import SoloGroup
 
 Place = tuple[str, str]  # a module's name, its layer numbers as "*", and an attribute
 Edits = dict[Place, tuple[Any, ...]]  # its value on each rank

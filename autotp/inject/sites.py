@@ -60,37 +60,24 @@ def read_addmm(is_weight: IsWeight, input: Any, mat1: Any, mat2: Any, **scales: 
     return read_matmul(is_weight, mat1, mat2, bias=input)
 
 
-def read_conv(
-    is_weight: IsWeight,
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Operands | None:
-    if groups != 1 or not is_weight(weight) or is_weight(input):
-        return None
-    axis = 1 - weight.ndim
-    return Operands(input, weight, bias, (axis,), (axis,), (1,), (0,))
+def read_conv(is_weight: IsWeight, input: Any, weight: Any, bias: Any = None, *rest: Any, **options: Any) -> Operands | None:
+    return _convolution(is_weight, input, weight, bias, options.get("groups", rest[3] if len(rest) > 3 else 1), (1,), (0,))
 
 
 def read_conv_transpose(
-    is_weight: IsWeight,
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
+    is_weight: IsWeight, input: Any, weight: Any, bias: Any = None, *rest: Any, **options: Any
 ) -> Operands | None:
+    return _convolution(is_weight, input, weight, bias, options.get("groups", rest[3] if len(rest) > 3 else 1), (0,), (1,))
+
+
+def _convolution(
+    is_weight: IsWeight, input: Any, weight: Any, bias: Any, groups: int, w_in: tuple[int, ...], w_out: tuple[int, ...]
+) -> Operands | None:
+    """A convolution is a linear map of channels, whatever its kernel, if it has no groups."""
     if groups != 1 or not is_weight(weight) or is_weight(input):
         return None
     axis = 1 - weight.ndim
-    return Operands(input, weight, bias, (axis,), (axis,), (0,), (1,))
+    return Operands(input, weight, bias, (axis,), (axis,), w_in, w_out)
 
 
 def read_embedding(is_weight: IsWeight, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Operands | None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .record import Call, Record, Shadow, Site, SiteKey, columns
+from .record import Call, Record, Site, SiteKey, columns
+from .shadow import Shadow
 
 FINE_WIDTH = 512  # inputs up to this wide are looked at column by column
 FIRST_BLOCKS = 4  # blocks for each rank in a first look at a wide one
