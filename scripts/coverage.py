@@ -271,6 +271,8 @@ def serve(rank: int, store: str, job: tuple[str, str], args: argparse.Namespace,
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
     size = 1 if args.build_only else args.tp
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="localhost", MASTER_PORT="0")
     if not args.build_only:
@@ -283,7 +285,7 @@ def serve(rank: int, store: str, job: tuple[str, str], args: argparse.Namespace,
 
 def run_type(job: tuple[str, str], args: argparse.Namespace) -> dict[str, Any]:
     """Rank 0's row, or the first that failed; every process is gone when it returns."""
-    context = mp.get_context("fork")
+    context = mp.get_context("forkserver")
     answers = context.Queue()
     size = 1 if args.build_only else args.tp
     rows: dict[int, dict[str, Any]] = {}
@@ -346,8 +348,7 @@ def summarize(rows: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     args = parse_args()
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
+    mp.get_context("forkserver").set_forkserver_preload(["shrink", "autotp"])
     wanted = set(args.types.split(",")) if args.types else None
     jobs = [(kind, t) for kind in args.kind.split(",") for t in registered(kind) if wanted is None or t in wanted]
     done = {(row["kind"], row["type"]) for row in read_rows(args.out)}
