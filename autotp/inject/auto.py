@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError, ProofError
+from .callsites import ShapeFix
 from .discover import Discovery, class_of, find_shared_maps, move_name
 from .examples import make_examples
 from .norms import find_norms
@@ -20,7 +21,7 @@ from .prove import Reference, make_reference, prove
 from .record import Record, Recorder
 from .reduce import Reduction, find_reduction
 from .regions import FoundRegion
-from .search import Search
+from .search import Found, Search
 from .shadow import Shadow
 
 SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: no plan may hold for one shape alone
@@ -128,6 +129,7 @@ class Planner:
         self.references = runs.references()
         self.reasons: dict[str, str] = {}
         self.edits: dict[str, dict[str, tuple[Any, ...]]] = {}  # module -> attribute -> values
+        self.fixes: dict[str, tuple[ShapeFix, ...]] = {}
 
     def plan(self) -> Plan:
         """The plan of all regions that prove."""
@@ -189,9 +191,9 @@ class Planner:
             PlanError: no plan can say it.
         """
         modules, listed = self.placement.place(regions)
-        for name, attrs in self.edits.items():
+        for name in dict.fromkeys([*self.edits, *self.fixes]):
             base = modules.get(name, ModulePlan(name, "local_params", source="discovered"))
-            modules[name] = replace(base, attrs=attrs)
+            modules[name] = replace(base, attrs=self.edits.get(name, {}), fixes=self.fixes.get(name, ()))
         if whole:
             modules, listed = self.runs.reduction.expand(modules, listed)
         return self.assemble(modules, listed, self.reasons)
@@ -232,27 +234,42 @@ class Planner:
         return kept
 
     def _prove_class(self, kept: list[FoundRegion], regions: list[FoundRegion]) -> None:
-        """`regions`, alike but for their layers, proved on top of `kept`; with attribute edits if that is what it takes."""
+        """`regions`, alike but for their layers, proved on top of `kept`; with edits and fixes if that is what it takes."""
         try:
             self.attempt([*kept, *regions])
             return
         except ProofError as error:
-            found = Search(self.placement, regions[0], self.build(regions[:1]), self.references, self.rewrite).run()
-            if not found:
-                raise ProofError(f"{error}; no edit of the integers that its forward reads makes it run") from error
-        before = {name: dict(attrs) for name, attrs in self.edits.items()}
-        first = next(iter(regions[0].rows))
-        moved = [
-            (move_name(name, first[0], next(iter(region.rows))[0]), key, values)
-            for region in regions
-            for (name, key), values in found.items()
-        ]
-        if any(name not in self.placement.modules for name, _, _ in moved):
+            first = failure = error
+        search = Search(self.placement, regions[0], self.build(regions[:1]), self.references, self.rewrite)
+        edits, fixes = dict(self.edits), dict(self.fixes)
+        for found in search.candidates():
+            if not any(found):
+                continue
+            try:
+                self._add(regions, found)
+                self.attempt([*kept, *regions])
+                return
+            except (ProofError, PlanError) as error:
+                self.edits, self.fixes, failure = dict(edits), dict(fixes), error
+        if failure is not first:
+            raise failure
+        raise ProofError(f"{first}; no edit of the integers that its forward reads, or of the sizes that it writes, makes it run")
+
+    def _add(self, regions: list[FoundRegion], found: Found) -> None:
+        """Take over what was found for the first of `regions`, for all of them."""
+        seed = next(iter(regions[0].rows))[0]
+        for region in regions:
+            other = next(iter(region.rows))[0]
+            for (name, key), values in found[0].items():
+                moved = self._move(name, seed, other)
+                self.edits[moved] = self.edits.get(moved, {}) | {key: values}
+            for name, fixes in found[1].items():
+                moved = self._move(name, seed, other)
+                known = self.fixes.get(moved, ())
+                self.fixes[moved] = (*known, *(fix for fix in fixes if fix not in known))
+
+    def _move(self, name: str, seed: str, other: str) -> str:
+        moved = move_name(name, seed, other)
+        if moved not in self.placement.modules:
             raise ProofError("layers of one name are built differently")
-        for name, key, values in moved:
-            self.edits.setdefault(name, {})[key] = values
-        try:
-            self.attempt([*kept, *regions])
-        except (ProofError, PlanError):
-            self.edits = before
-            raise
+        return moved
