@@ -140,20 +140,22 @@ def write_shape(name: str, note: Noted, args: tuple, kwargs: dict[str, Any]) -> 
     skip = int(name == "unflatten" and "dim" not in kwargs)
     start = skip + int(bool(args) and isinstance(args[0], Tensor))
     written = kwargs[word] if word else args[start] if isinstance(args[start], tuple | list) else args[start:]
-    (whole,), (made,) = note.tensors.values(), note.shapes
+    whole, made = next(iter(note.tensors.values())), note.shapes[0]
     local = args[0] if args and isinstance(args[0], Tensor) else kwargs.get("input", kwargs.get("self"))
-    if isinstance(written, torch.dtype) or not all(isinstance(n, int) for n in written) or not isinstance(local, Tensor):
+    if isinstance(written, torch.dtype) or not isinstance(local, Tensor):
         return None, args, kwargs
+    written = tuple(map(int, written))
     if name == "unflatten":
         dim = (args[1] if skip else kwargs["dim"]) % whole.dim()
         axes = range(dim, dim + len(written))
     else:
         axes = range(len(made))
-    shape = target_shape(local, whole, made)
+    free = name == "expand" and local.shape == whole.shape  # to be as wide as what it meets: the code may know
+    shape = None if free else target_shape(local, whole, made)
     if shape is None or len(axes) != len(written):
         return None, args, kwargs
     target = tuple(-1 if n == -1 else shape[axis] for n, axis in zip(written, axes, strict=True))
-    seen = Seen("shape", tuple(written), target)
+    seen = Seen("shape", written, target)
     edits = [(axis, 0, n) for axis, n in enumerate(target) if n not in (-1, written[axis])]
     if edits and word:
         kwargs = {**kwargs, word: edit_shape(kwargs[word], edits)}
@@ -164,7 +166,7 @@ def write_shape(name: str, note: Noted, args: tuple, kwargs: dict[str, Any]) -> 
 
 def write_sections(note: Noted, args: tuple, kwargs: dict[str, Any]) -> Changed:
     """A split with the sizes of the local tensor's pieces."""
-    (whole,), local = note.tensors.values(), args[0] if args else None
+    whole, local = next(iter(note.tensors.values())), args[0] if args else None
     word = next((key for key in SECTION_WORDS if key in kwargs), None)
     dim = kwargs.get("dim", args[2 - bool(word)] if len(args) > 2 - bool(word) else 0)
     if not isinstance(local, Tensor) or not isinstance(dim, int):
