@@ -262,7 +262,6 @@ class Search:
         del scope
         return {place: value for place, value in seen.items() if f"{place[0]}.weight" not in self.sites}
 
-
     def _note(self, reference: Reference) -> dict[tuple[CallPlace, int], Noted]:
         """The shapes and values in the whole module's run."""
         calls = reference.record.module_calls.get(self.scope)

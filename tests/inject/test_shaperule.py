@@ -11,6 +11,7 @@ import autotp
 from autotp.inject.plan import Plan
 from autotp.inject.rules import make_plan
 from autotp.inject.shaperule import find_held, target_shape
+from autotp.layers.base import sharded_modules
 
 HEADS, HEAD, E = 4, 8, 32
 
@@ -135,7 +136,13 @@ def test_every_spelling_is_split(spelling, tp_size):
 
 def test_what_each_needs():
     kinds = {spelling: {fix.kind for fix in fixes_of(plan_toy(spelling))} for spelling in SPELLINGS}
-    assert kinds == {Local: {"shape"}, Merged: {"shape"}, Packed: {"shape", "split"}, Checked: {"shape"}, Biased: {"narrow", "shape"}}
+    assert kinds == {
+        Local: {"shape"},
+        Merged: {"shape"},
+        Packed: {"shape", "split"},
+        Checked: {"shape"},
+        Biased: {"narrow", "shape"},
+    }
     assert all(m.attrs == {"h": (2, 2)} for m in plan_toy(Checked).modules if m.fixes)
     assert "writes its own sizes in" in str(plan_toy(Local))
 
@@ -154,7 +161,10 @@ def test_a_wrong_fix_is_refused(spelling):
     plan = plan_toy(spelling)
     module = next(m for m in plan.modules if m.fixes)
     for number, fix in enumerate(module.fixes):
-        for changed in ((*module.fixes[:number], wrong(fix), *module.fixes[number + 1 :]), module.fixes[:number] + module.fixes[number + 1 :]):
+        for changed in (
+            (*module.fixes[:number], wrong(fix), *module.fixes[number + 1 :]),
+            module.fixes[:number] + module.fixes[number + 1 :],
+        ):
             other = replace(plan, modules=tuple(replace(m, fixes=changed) if m is module else m for m in plan.modules))
             with pytest.raises(autotp.errors.AutoTPError):
                 make_plan(toy(spelling), 2, plan=other, inputs=calls())
@@ -182,3 +192,85 @@ def test_indices_are_found_by_value():
 
 
 # -- on real ranks ----------------------------------------------------------------------------------------------------------
+
+
+def trocr():
+    from transformers import TrOCRConfig, TrOCRForCausalLM
+
+    sizes = dict(d_model=E, decoder_layers=2, decoder_attention_heads=HEADS, decoder_ffn_dim=48, cross_attention_hidden_size=E)
+    config = TrOCRConfig(vocab_size=131, max_position_embeddings=64, dropout=0.0, **sizes)
+    inputs = {"input_ids": torch.randint(3, 131, (2, 9)), "encoder_hidden_states": torch.randn(2, 6, E)}
+    return TrOCRForCausalLM(config), inputs
+
+
+def fsmt():
+    from transformers import FSMTConfig, FSMTForConditionalGeneration
+
+    layers = dict(encoder_layers=2, decoder_layers=2, encoder_attention_heads=HEADS, decoder_attention_heads=HEADS)
+    widths = dict(d_model=E, encoder_ffn_dim=48, decoder_ffn_dim=48, dropout=0.0, max_position_embeddings=64)
+    config = FSMTConfig(langs=["en", "de"], src_vocab_size=131, tgt_vocab_size=131, **layers, **widths)
+    inputs = {"input_ids": torch.randint(3, 131, (2, 9)), "decoder_input_ids": torch.randint(3, 131, (2, 6))}
+    return FSMTForConditionalGeneration(config), inputs
+
+
+def hand_written(spelling):
+    return toy(spelling), calls()[0]
+
+
+MODELS = {"trocr": trocr, "fsmt": fsmt, **{cls.__name__: cls for cls in SPELLINGS}}
+
+
+def build(name):
+    torch.manual_seed(0)
+    model, inputs = hand_written(MODELS[name]) if isinstance(MODELS[name], type) else MODELS[name]()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model.double().eval(), {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def run(model, inputs):
+    """The first output, and every gradient of a random sum of it, whole."""
+    model.zero_grad()
+    output = model(**inputs)
+    output = output if isinstance(output, torch.Tensor) else output.logits
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=output.dtype)
+    (output * weights).sum().backward()
+    shards = {f"{name}.{leaf}": (m.tp, s) for name, m in sharded_modules(model) for leaf, s in m.shards.items()}
+    grads = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            tp, shard = shards.get(name, (None, None))
+            grads[name] = parameter.grad.clone() if shard is None else tp.all_gather(parameter.grad, shard)
+    return output.detach(), grads
+
+
+def check_on_ranks(group, name):
+    plain, inputs = build(name)
+    expected, grads = run(plain, inputs)
+    model = copy.deepcopy(plain)
+    classes = {n: type(m) for n, m in model.named_modules()}
+    given = calls() if isinstance(MODELS[name], type) else None
+    autotp.parallelize(model, group, inputs=given)
+    plan = model.__dict__["autotp_plan"]
+    fixed = [m.name for m in plan.modules if m.fixes]
+    assert fixed and all(type(model.get_submodule(n)) is not classes[n] for n in fixed)
+    assert {type(m).__name__ for m in model.modules()} >= {classes[n].__name__ for n in fixed}
+    for each in (model, copy.deepcopy(model)):
+        got, got_grads = run(each, inputs)
+        torch.testing.assert_close(got, expected)
+        assert set(got_grads) == set(grads)
+        for n, grad in grads.items():
+            torch.testing.assert_close(got_grads[n], grad, msg=n)
+    autotp.unshard(model)
+    assert {n: type(m) for n, m in model.named_modules()} == classes
+    assert all(v.equal(plain.state_dict()[k]) for k, v in model.state_dict().items())
+    torch.testing.assert_close(run(model, inputs)[0], expected)
+    return plan.split_share
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_on_two_ranks(ranks, name):
+    share = ranks.run(check_on_ranks, name)[0]
+    assert share > 0.75, share
