@@ -224,7 +224,9 @@ class RegionPlacement:
     def _pull_supports(self) -> Supports:
         """For every Parameter and buffer under the scope that is no site: per rank and dim, which indices its columns use."""
         shadow, prefix = self.tables.shadow, f"{self.scope}." if self.scope else ""
-        known = self.placement.site_parameters | {b for key in self.region.cols for b in self.tables.sites[key].biases}
+        known = set(self.placement.site_parameters)  # and biases, which follow the columns or enter with them
+        for key in (*self.region.cols, *self.region.enters):
+            known |= self.tables.sites[key].biases
         names = [n for n in shadow.parameters if n.startswith(prefix) and n not in known]
         tensors = {n: shadow.leaf(n) for n in names if not shadow.leaf(n).is_meta and shadow.leaf(n).is_floating_point()}
         tensors |= {n: b for n, b in shadow.model.named_buffers() if n.startswith(prefix) and b.requires_grad}

@@ -247,9 +247,13 @@ class Recorder:
 def keep_state(model: nn.Module) -> Iterator[None]:
     """What a forward stores on the modules (caches, states) is gone afterwards."""
     before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    kept = [(value, dict(value)) for _, own, _ in before for key, value in own.items() if type(value) is dict and key[:1] != "_"]
     try:
         yield
     finally:
+        for value, items in kept:  # caches by key
+            value.clear()
+            value.update(items)
         for module, attributes, buffers in before:
             for key in set(vars(module)) - set(attributes):
                 del module.__dict__[key]

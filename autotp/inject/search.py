@@ -58,7 +58,7 @@ class Search:
         self.fixing, self.notes, self.fixes = False, [], {}
 
     def candidates(self) -> Iterator[Found]:
-        """What lets the module run, the plainest first: edits, then fixes, alone if that does it, then edits by a longer search."""
+        """What lets the module run, the plainest first: edits, fixes with or without edits, edits by a longer search."""
         while self._progress({}) is None and self.scope:  # the fault lies in what calls it
             self.scope = self.scope.rpartition(".")[0]
         offers = self._offers()
