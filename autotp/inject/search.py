@@ -27,6 +27,7 @@ from .record import Interceptor, ModuleCall, SiteKey, columns, keep_state, runni
 from .regions import FoundRegion, _classes, _patterns
 from .shaperule import LocalRun, Noted, Seen, WholeRun, make_fixes
 from .shaperule import Place as CallPlace
+from .sites import Operands
 from .threads import SoloGroup
 
 Place = tuple[str, str]  # a module's name, its layer numbers as "*", and an attribute
@@ -66,7 +67,7 @@ class Search:
         found = self._first(plain, FIRST_SECONDS)
         if found is not None:
             yield self._finish(found)
-        self.fixing, self.notes = True, [self._note(reference) for reference in self.references]
+        self.fixing, self.notes = True, self._note_all()
         fixed = self._first(self._climb(offers), FIXING_SECONDS)
         if fixed is not None:
             yield self._finish(fixed)
@@ -262,17 +263,40 @@ class Search:
         del scope
         return {place: value for place, value in seen.items() if f"{place[0]}.weight" not in self.sites}
 
-    def _note(self, reference: Reference) -> dict[tuple[CallPlace, int], Noted]:
-        """The shapes and values in the whole module's run."""
-        calls = reference.record.module_calls.get(self.scope)
-        if not calls:
-            return {}
-        whole = RankRun(reference, self.tables.shadow, {}, 0, [1.0])
-        args, kwargs = _detached(calls[0])
-        watch = WholeRun(self.tables.shadow, whole.respond)
-        with keep_state(self.tables.shadow.model), running(), torch.no_grad(), watch:
-            self.tables.shadow.model.get_submodule(self.scope)(*args, **kwargs)
-        return watch.notes
+    def _note_all(self) -> list[dict[tuple[CallPlace, int], Noted]]:
+        """The shapes and values in the whole module's run, for each reference."""
+        runs = [self._note(reference) for reference in self.references]
+        alive = {key for _, found in runs for key, _, hit in found if hit}
+        for watch, found in runs:
+            watch.mark_unproved([leaf for key, leaf, _ in found if key not in alive])
+        return [watch.notes for watch, _ in runs]
+
+    def _note(self, reference: Reference) -> tuple[WholeRun, list[tuple[SiteKey, Tensor, bool]]]:
+        """One whole run, and the sites that the region's rows depend on: the output, and whether its gradient is not zero."""
+        shadow, inputs = self.tables.shadow, []
+        whole = RankRun(reference, shadow, {}, 0, [1.0])
+
+        def respond(op: Operands, name: str, *call: Any) -> Tensor:
+            if any(name == key[0] for key in self.region.rows) and op.x.requires_grad:
+                inputs.append(op.x)
+            return whole.respond(op, name, *call)
+
+        watch = WholeRun(shadow, respond)
+        for call in reference.record.module_calls.get(self.scope, [])[:1]:
+            args, kwargs = _detached(call)
+            with keep_state(shadow.model), running(), watch:
+                shadow.model.get_submodule(self.scope)(*args, **kwargs)
+        if not inputs:
+            return watch, []
+        leaves = [leaf for _, leaf in whole.leaves]
+        sums = [self.tables.random_like(x) for x in inputs]
+        grads = torch.autograd.grad(inputs, leaves, sums, retain_graph=True, allow_unused=True)
+        found = [
+            (reference.record.order[index][0], leaf, bool(grad.ne(0).any()))
+            for (index, leaf), grad in zip(whole.leaves, grads, strict=True)
+            if grad is not None
+        ]
+        return watch, found
 
 
 class Counting(Interceptor):

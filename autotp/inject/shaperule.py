@@ -21,12 +21,13 @@ from torch import Tensor
 from ..errors import PlanError
 from ..shard import compress_indices
 from .callsites import SECTION_WORDS, SHAPE_WORDS, CallSite, ShapeFix, edit_arguments, edit_sections, edit_shape, find_call_site
+from .indices import axis_mask, find_held, shrunk_axis, target_shape
 from .record import Interceptor
 
 SHAPES = {"view", "reshape", "unflatten", "expand"}
 SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}
+EXCHANGED = {"eager_attention_forward"}  # what the proof runs in the place of the attention that the config names
 BATCHED = {"matmul", "bmm", "__matmul__", "__rmatmul__"}  # their last two axes are no batch
-NEAR = 1e-9  # of the largest number: the values of one tensor on a rank and in the whole run differ by rounding alone
 
 Place = tuple[str, CallSite]  # name of the module whose method makes the call, and where it stands
 Response = Callable[..., Tensor]
@@ -34,10 +35,18 @@ Response = Callable[..., Tensor]
 
 @dataclass
 class Noted:
-    """A call in the whole run: its tensors by position or keyword, and the shapes of what it returned."""
+    """A call in the whole run.
+
+    Attributes:
+        tensors: its tensors by position or keyword; attached: those of them that depend on something, with their graph.
+        shapes: of what it returned.
+        unproved: tensors that depend on something whose gradient was zero: where they are used, it can't be proved.
+    """
 
     tensors: dict[int | str, Tensor]
+    attached: dict[int | str, Tensor]
     shapes: list[torch.Size]
+    unproved: set[int | str] = field(default_factory=set)
 
 
 @dataclass
@@ -64,7 +73,7 @@ class Watch(Interceptor):
         self.count += 1
         tensors = {} if self.inside else self._tensors_of(getattr(func, "__name__", ""), args, kwargs)
         site = find_call_site() if tensors else None
-        if site is None or id(site.owner) not in self.names:
+        if site is None or id(site.owner) not in self.names or site.code.co_name in EXCHANGED:
             return super().__torch_function__(func, types_, args, kwargs)
         place = (self.names[id(site.owner)], site)
         number = self.numbers[place]
@@ -102,8 +111,18 @@ class WholeRun(Watch):
         before = {key: tensor.detach().clone() for key, tensor in tensors.items()}  # some are written in place later
         made = run(args, kwargs)
         shapes = [t.shape for t in (made if isinstance(made, list | tuple) else [made]) if isinstance(t, Tensor)]
-        self.notes[place, number] = Noted(before, shapes)
+        attached = {key: tensor for key, tensor in tensors.items() if tensor.requires_grad}
+        self.notes[place, number] = Noted(before, attached, shapes)
         return made
+
+    def mark_unproved(self, dead: Sequence[Tensor]) -> None:
+        """Mark operands that depend on one of `dead`, and let go of the graph."""
+        for note in self.notes.values():
+            for key, tensor in note.attached.items() if dead else ():
+                grads = torch.autograd.grad(tensor.sum(), dead, retain_graph=True, allow_unused=True)
+                if any(grad is not None for grad in grads):
+                    note.unproved.add(key)
+            note.attached = {}
 
 
 class LocalRun(Watch):
@@ -204,7 +223,8 @@ def narrow_operands(name: str, site: CallSite, note: Noted, args: tuple, kwargs:
         if axis is None or axis - whole.dim() >= last:
             continue
         dim, size = axis - whole.dim(), whole.shape[axis]
-        full = [k for k, t in operands.items() if t.dim() >= -dim and t.shape == note.tensors[k].shape and t.shape[dim] == size]
+        proved = {key: tensor for key, tensor in operands.items() if key not in note.unproved}
+        full = [k for k, t in proved.items() if t.dim() >= -dim and t.shape == note.tensors[k].shape and t.shape[dim] == size]
         held = find_held(local, whole) if full else None
         for key in full if held else ():
             indices = torch.tensor(held[1])  # type: ignore[index]
@@ -221,77 +241,6 @@ def _is_elementwise(note: Noted) -> bool:
         return note.shapes == [torch.broadcast_shapes(*(t.shape for t in note.tensors.values()))]
     except RuntimeError:
         return False
-
-
-# -- which indices a local tensor holds -----------------------------------------------------------------------------------
-
-
-def shrunk_axis(local: Tensor, whole: Tensor) -> int | None:
-    """The one axis along which `local` is smaller than `whole`."""
-    if local.dim() != whole.dim():
-        return None
-    axes = [axis for axis, (a, b) in enumerate(zip(local.shape, whole.shape, strict=True)) if a != b]
-    return axes[0] if len(axes) == 1 and local.shape[axes[0]] < whole.shape[axes[0]] else None
-
-
-def find_held(local: Tensor, whole: Tensor) -> tuple[int, tuple[int, ...]] | tuple[()] | None:
-    """`(axis, indices of whole along it that local holds)`; () where the shapes are equal; None where no match is found."""
-    if local.shape == whole.shape:
-        return ()
-    axis = shrunk_axis(local, whole)
-    if axis is None:
-        return None
-    short, long = _signatures(local, axis), _signatures(whole, axis)
-    near = NEAR * max(float(long.abs().max()), 1e-300)
-    if bool((long - long[0]).abs().max() <= near):  # alike everywhere: they do not say which
-        return None
-    width = len(short)
-    for start in ((long - short[0]).abs() <= near).nonzero().flatten().tolist():
-        if start + width <= len(long) and bool(((long[start : start + width] - short).abs() <= near).all()):
-            return axis, tuple(range(start, start + width))
-    indices, before = [], -1
-    for value in short:
-        matches = ((long - value).abs() <= near).nonzero().flatten().tolist()
-        if not matches:
-            return None
-        before = next((i for i in matches if i > before), matches[0])
-        indices.append(before)
-    return axis, tuple(indices)
-
-
-def _signatures(tensor: Tensor, axis: int) -> Tensor:
-    """A number for each slice along `axis`, the same for slices of the same values; what is masked out counts as 0."""
-    values = tensor.detach().movedim(axis, 0)
-    values = values.reshape(len(values), -1).to(torch.float64)
-    values = torch.where(values.abs() < 1e30, values, 0.0)
-    return values @ torch.cos(torch.arange(values.shape[1], dtype=torch.float64) * 1.7 + 0.3)
-
-
-def axis_mask(indices: Sequence[int], size: int) -> Tensor:
-    """bool `[size]`, True at `indices`."""
-    mask = torch.zeros(size, dtype=torch.bool)
-    mask[list(indices)] = True
-    return mask
-
-
-def target_shape(local: Tensor, whole: Tensor, made: torch.Size) -> tuple[int, ...] | None:
-    """The shape of `local` where `whole` is given the shape `made`; None where that is no product of a set for each axis."""
-    held = find_held(local, whole)
-    if held is None:
-        return None
-    if not held:
-        return tuple(made)
-    axis, indices = held
-    if len(set(indices)) < len(indices):
-        return None
-    line = axis_mask(indices, whole.shape[axis])
-    mask = line.reshape([-1 if d == axis else 1 for d in range(whole.dim())]).expand(whole.shape)
-    mask = mask.reshape(made) if whole.numel() == made.numel() else mask.expand(made)
-    sides = [mask.movedim(d, 0).flatten(1).any(1) if mask.dim() > 1 else mask for d in range(mask.dim())]
-    product = torch.ones(made, dtype=torch.bool)
-    for d, side in enumerate(sides):
-        product &= side.reshape([-1 if e == d else 1 for e in range(mask.dim())])
-    return tuple(int(side.sum()) for side in sides) if bool((product == mask).all()) else None
 
 
 # -- fixes ----------------------------------------------------------------------------------------------------------------
