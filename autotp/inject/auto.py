@@ -118,7 +118,7 @@ def widen(value: Any) -> Any:
 
 
 class Planner:
-    """Puts regions together into a plan and proves it; a region that does not run gets attribute edits, or is left out."""
+    """Puts regions together into a plan and proves it; a region that does not run gets edits and fixes, or is left out."""
 
     def __init__(self, runs: Runs, tp_size: int, blocked: set[str], assemble: Assemble, rewrite: Rewrite) -> None:
         self.discovery = Discovery(runs.shadow, runs.records, tp_size, blocked)
@@ -240,7 +240,10 @@ class Planner:
             return
         except ProofError as error:
             first = failure = error
-        search = Search(self.placement, regions[0], self.build(regions[:1]), self.references, self.rewrite)
+        scope = self.placement.scope(regions[0])
+        beside = [region for region in kept if self.placement.scope(region) == scope]  # whose edits are in place
+        plan = self.build([*beside, regions[0]])
+        search = Search(self.placement, regions[0], plan, self.references, self.rewrite)
         edits, fixes = dict(self.edits), dict(self.fixes)
         for found in search.candidates():
             if not any(found):

@@ -282,26 +282,26 @@ def _fix_shape(site: CallSite, rows: list[Row]) -> Iterator[ShapeFix]:
         if all(written == target for written, target in pairs):
             continue
         targets = {target for _, target in pairs}
-        if len(targets) == 1:
-            yield site.fix("shape", sizes={axis: targets.pop()})
-            continue
-        for full, sizes in _scale(site, pairs).items():
+        scaled = _scale(pairs)
+        if not scaled and len(targets) > 1:
+            raise _no_fix(site)
+        for full, sizes in scaled.items():
             yield site.fix("shape", sizes={axis: sizes}, full={axis: full})
+        if not scaled:
+            yield site.fix("shape", sizes={axis: targets.pop()})
 
 
-def _scale(site: CallSite, pairs: set[tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[int, tuple[int, ...]]:
-    """`{full: sizes}` that turn multiples of `full` into those of `sizes`: one for all if possible, else one for each number."""
+def _scale(pairs: set[tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[int, tuple[int, ...]]:
+    """`{full: sizes}` that turn multiples of `full` into those of `sizes`: one for all, or one for each number; {} if none do."""
     changed = {written[0]: target for written, target in pairs if written != target}
     kept = {written[0] for written, target in pairs if written == target}
     if any(len(set(written)) > 1 for written, _ in pairs) or len(changed) < sum(a != b for a, b in pairs):
-        raise _no_fix(site)
+        return {}
     full = gcd(*changed)
     scaled = {tuple(t * full // written for t in target) for written, target in changed.items()}
     exact = all(t * full % written == 0 for written, target in changed.items() for t in target)
     found = {full: scaled.pop()} if len(scaled) == 1 and exact else changed
-    if any(number % each == 0 for number in kept for each in found):
-        raise _no_fix(site)
-    return found
+    return {} if any(number % each == 0 for number in kept for each in found) else found
 
 
 def _fix_split(site: CallSite, rows: list[Row]) -> Iterator[ShapeFix]:

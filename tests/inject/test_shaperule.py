@@ -94,10 +94,10 @@ SPELLINGS = [Local, Merged, Packed, Checked, Biased]
 
 
 class Model(nn.Module):
-    def __init__(self, spelling):
+    def __init__(self, spelling, depth):
         super().__init__()
         self.inp = nn.Linear(E, E)
-        self.layers = nn.ModuleList(spelling() for _ in range(2))
+        self.layers = nn.ModuleList(spelling() for _ in range(depth))
 
     def forward(self, x):
         x = self.inp(x)
@@ -106,9 +106,9 @@ class Model(nn.Module):
         return x
 
 
-def toy(spelling):
+def toy(spelling, depth=2):
     torch.manual_seed(0)
-    return Model(spelling)
+    return Model(spelling, depth)
 
 
 def calls():
@@ -145,6 +145,11 @@ def test_what_each_needs():
     }
     assert all(m.attrs == {"h": (2, 2)} for m in plan_toy(Checked).modules if m.fixes)
     assert "own sizes in" in str(plan_toy(Local))
+
+
+def test_layers_that_others_stand_for_have_the_fixes_too():
+    plan = make_plan(toy(Local, depth=6), 2, inputs=calls())
+    assert [len(plan[f"layers.{i}"].fixes) for i in range(6)] == [len(plan["layers.0"].fixes)] * 6 != [0] * 6
 
 
 def wrong(fix):
