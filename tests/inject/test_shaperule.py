@@ -175,6 +175,29 @@ def test_a_wrong_fix_is_refused(spelling):
                 make_plan(toy(spelling), 2, plan=other, inputs=calls())
 
 
+def test_what_the_proof_can_not_see_gets_no_fix():
+    """Over one token the softmax hides queries and keys, so no gradient says what narrowing their scores leaves partial."""
+    one = [{"x": torch.randn(2, 1, E)}, {"x": torch.randn(3, 1, E)}]
+    plan = make_plan(toy(Local), 2, inputs=one)
+    assert not plan.regions and not fixes_of(plan)
+    assert any("makes it run" in whole.reason for whole in plan.whole)
+
+
+def eager_attention_forward(module, x, width):
+    return x.view(*x.shape[:2], HEADS, width).tanh()
+
+
+class Exchanged(Attention):
+    """What is found by this name runs in the proof alone, where another attention is configured."""
+
+    def mix(self, q, k, v):
+        return eager_attention_forward(self, v, HEAD).reshape(*v.shape)
+
+
+def test_code_that_may_be_exchanged_gets_no_fix():
+    assert not fixes_of(plan_toy(Exchanged))
+
+
 def test_another_source_is_refused():
     plan = plan_toy(Local)
     changed = tuple(replace(m, fixes=tuple(replace(f, text="x.view(1)") for f in m.fixes)) for m in plan.modules)
