@@ -178,7 +178,7 @@ def test_a_wrong_fix_is_refused(spelling):
 def test_what_the_proof_can_not_see_gets_no_fix():
     """Over one token the softmax hides queries and keys, so no gradient says what narrowing their scores leaves partial."""
     one = [{"x": torch.randn(2, 1, E)}, {"x": torch.randn(3, 1, E)}]
-    plan = make_plan(toy(Local), 2, inputs=one)
+    plan = make_plan(toy(Biased), 2, inputs=one)
     assert not plan.regions and not fixes_of(plan)
     assert any("makes it run" in whole.reason for whole in plan.whole)
 
