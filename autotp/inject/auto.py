@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError, ProofError
 from .callsites import ShapeFix
-from .discover import Discovery, class_of, find_shared_maps, move_name
+from .discover import Discovery, class_of, find_grouped_maps, find_shared_maps, move_name
 from .examples import make_examples
+from .gathered import plan_gathered
 from .norms import find_norms
 from .placement import Placement
 from .plan import ModulePlan, NormPlan, Plan, Region
@@ -120,10 +122,14 @@ def widen(value: Any) -> Any:
 class Planner:
     """Puts regions together into a plan and proves it; a region that does not run gets edits and fixes, or is left out."""
 
-    def __init__(self, runs: Runs, tp_size: int, blocked: set[str], assemble: Assemble, rewrite: Rewrite) -> None:
+    def __init__(
+        self, runs: Runs, tp_size: int, blocked: set[str], sizes: Mapping[str, int], assemble: Assemble, rewrite: Rewrite
+    ) -> None:
+        """`blocked`: Parameters that follow rules of their own; `sizes`: parameters of the whole model by folded name."""
         self.discovery = Discovery(runs.shadow, runs.records, tp_size, blocked)
         self.placement = Placement(self.discovery.tables, tp_size)
-        self.tp_size, self.blocked = tp_size, blocked
+        self.tp_size, self.blocked, self.sizes = tp_size, blocked, sizes
+        self.gathered: dict[str, ModulePlan] = {}
         self.runs, self.assemble, self.rewrite = runs, assemble, rewrite
         self.norms: dict[str, NormPlan] = {}
         self.references = runs.references()
@@ -143,7 +149,8 @@ class Planner:
             self.discovery = Discovery(self.runs.shadow, records, self.tp_size, self.blocked)
             self.placement = Placement(self.discovery.tables, self.tp_size, self.norms)
             self.discovery.choose()
-        kept = self._prove_all()
+        kept = self._prove_with_groups(self._prove_all())
+        self._gather_rest(kept)
         for seed, refusal in self.discovery.refused.items():
             self.reasons.setdefault(seed[0], str(refusal))
         for region in self.discovery.skipped:
@@ -169,12 +176,38 @@ class Planner:
         if not names:
             return
         shadow.transparent |= names
-        records = [self._record(call, number, self.norms) for number, call in enumerate(self.runs.calls)]
-        other = Discovery(shadow, records, self.tp_size, self.blocked)
-        other.choose()
+        other = self._discover_again()
         if other.split <= self.discovery.split:
             shadow.transparent -= names
-            return
+        else:
+            self._take(other)
+
+    def _prove_with_groups(self, kept: list[FoundRegion]) -> list[FoundRegion]:
+        """Again with maps of single heads that are in no proved region seen as plain Parameters; kept if more proves that way."""
+        shadow, split = self.runs.shadow, {key[0] for region in kept for key in region.sites}
+        names = find_grouped_maps(self.discovery.tables) - split
+        if not names:
+            return kept
+        before = {name: copy.copy(value) for name, value in vars(self).items()}
+        records, weight = self.runs.records, sum(map(self.discovery.weigh, kept))
+        shadow.transparent |= names
+        self._take(self._discover_again())
+        self.edits, self.fixes, self.reasons = {}, {}, {}
+        found = self._prove_all()
+        if sum(map(self.discovery.weigh, found)) > weight:
+            return found
+        shadow.transparent -= names
+        vars(self).update(before)
+        self.runs.records = records
+        return kept
+
+    def _discover_again(self) -> Discovery:
+        records = [self._record(call, number, self.norms) for number, call in enumerate(self.runs.calls)]
+        other = Discovery(self.runs.shadow, records, self.tp_size, self.blocked)
+        other.choose()
+        return other
+
+    def _take(self, other: Discovery) -> None:
         self.discovery, self.placement = other, Placement(other.tables, self.tp_size, self.norms)
         self.runs.records = [self._record(call, number) for number, call in enumerate(self.runs.calls)]
         self.references = self.runs.references()
@@ -191,6 +224,7 @@ class Planner:
             PlanError: no plan can say it.
         """
         modules, listed = self.placement.place(regions)
+        modules |= self.gathered
         for name in dict.fromkeys([*self.edits, *self.fixes]):
             base = modules.get(name, ModulePlan(name, "local_params", source="discovered"))
             modules[name] = replace(base, attrs=self.edits.get(name, {}), fixes=self.fixes.get(name, ()))
@@ -206,6 +240,21 @@ class Planner:
         """
         plan = self.build(regions)
         prove(self.runs.shadow, plan, self.references, self.rewrite)
+
+    def _gather_rest(self, kept: Sequence[FoundRegion]) -> None:
+        """Split what no region takes by its columns, where that proves and is worth it."""
+        classes = plan_gathered(self.placement, self.placement.place(kept)[0], self.blocked, self.sizes)
+        together = {name: plan for plans in classes for name, plan in plans.items()}
+        for plans in [together, *classes] if len(classes) > 1 else classes:
+            if all(name in self.gathered for name in plans):
+                continue
+            before = self.gathered
+            self.gathered = {**before, **plans}
+            try:
+                self.attempt(kept)
+            except (ProofError, PlanError) as error:
+                self.gathered = before
+                self.reasons |= {f"{name}.weight": f"not proved: {error}" for name in plans}
 
     def _prove_all(self) -> list[FoundRegion]:
         """All regions together if they prove; otherwise one class of them after the other, what fails being left out."""

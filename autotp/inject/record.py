@@ -52,7 +52,7 @@ class Site:
     """A Parameter as a linear map: `in_dims` of it are contracted, `out_dims` become output columns.
 
     `readable` is False where the weight is no plain view of the Parameter: it is cut, but can take no role. `biases` are
-    Parameters that its calls add, one number a column.
+    Parameters that its calls add, one number a column. `grouped`: the weight is many maps, each of a part of the input.
     """
 
     key: SiteKey
@@ -61,6 +61,7 @@ class Site:
     kind: str
     readable: bool = True
     biases: set[str] = field(default_factory=set)
+    grouped: bool = False
     calls: list[Call] = field(default_factory=list)
 
     @property
@@ -187,6 +188,8 @@ class Recorder:
         bias = self.shadow.find(op.bias)
         if bias is not None and self.shadow.parameters[bias].shape == (site.out_size,):
             site.biases.add(bias)
+        rest = [n for d, n in enumerate(op.weight.shape) if d not in op.w_in and d not in op.w_out]
+        site.grouped |= bool(op.w_in) and max(rest, default=1) > 1
         shape = output_shape(func, args, kwargs)
         y = torch.randn(shape, generator=self.generator, dtype=torch.float64).requires_grad_()
         starts = (inside.start if inside else 0, out.start if out else 0)

@@ -113,9 +113,18 @@ def _discover(model: nn.Module, tp_size: int, head: str, inputs: Any) -> Plan:
     if tp_size == 1:
         return assemble({}, (), {})
     runs = record_runs(model, inputs)
-    made = Planner(runs, tp_size, edge_parameters(model), assemble, rewrite_modules).plan()
+    made = Planner(runs, tp_size, edge_parameters(model), count_parameters(model), assemble, rewrite_modules).plan()
     check_ties(model, made)
     return made
+
+
+def count_parameters(model: nn.Module) -> dict[str, int]:
+    """Numbers of parameters by folded name: all layers of one name together."""
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        folded = styles.fold_name(name)
+        found[folded] = found.get(folded, 0) + parameter.numel()
+    return found
 
 
 def _prove_given(model: nn.Module, plan: Plan, inputs: Any) -> Plan:

@@ -194,13 +194,13 @@ def install_matmul(module: Any, entry: ModulePlan, group: TPGroup, shared: Share
     """A linear, Conv1D or convolution as its column, row or partial layer.
 
     Raises:
-        PlanError: the module is none of them, or a convolution is to gather or split.
+        PlanError: the module is none of them, or a convolution is to split its input.
     """
     style, role = entry.style, ROLES[entry.style]
     alone = style in styles.GATHERING_STYLES + styles.SPLITTING_STYLES
     if alone:
         refuse_copies(entry)
-    if isinstance(module, CONVOLUTIONS) and not alone:
+    if isinstance(module, CONVOLUTIONS) and style not in styles.SPLITTING_STYLES:
         rewrite_conv(module, CONVS[role], group, entry.shards, entry.name, _dtype(entry))
     elif isinstance(module, nn.Linear | Conv1D):
         layer = (CONV1DS if isinstance(module, Conv1D) else LINEARS)[role]
