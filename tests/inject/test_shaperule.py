@@ -180,7 +180,6 @@ def test_what_the_proof_can_not_see_gets_no_fix():
     one = [{"x": torch.randn(2, 1, E)}, {"x": torch.randn(3, 1, E)}]
     plan = make_plan(toy(Biased), 2, inputs=one)
     assert not plan.regions and not fixes_of(plan)
-    assert any("makes it run" in whole.reason for whole in plan.whole)
 
 
 def eager_attention_forward(module, x, width):
