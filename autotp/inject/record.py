@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .draws import Draws
 from .shadow import Shadow
 from .sites import Operands, locate, read_site
 
@@ -109,7 +110,7 @@ class Interceptor(TorchFunctionMode):
 
     def __init__(self, shadow: Shadow, respond: Callable[[Operands, str, Any, tuple, dict], Tensor]) -> None:
         super().__init__()
-        self.shadow, self.respond = shadow, respond
+        self.shadow, self.respond, self.draws = shadow, respond, Draws()
 
     def __torch_function__(self, func, types_, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -129,7 +130,7 @@ class Interceptor(TorchFunctionMode):
         if view is not None:
             return view
         args, kwargs = _map(self._widen, args), {key: _map(self._widen, value) for key, value in kwargs.items()}
-        return func(*args, **kwargs)
+        return self.draws.run(func, args, kwargs)
 
     def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """What `func` makes of a big Parameter, where that is a view of it (an expert, a transpose): it stays without numbers."""

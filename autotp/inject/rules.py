@@ -26,6 +26,7 @@ from ..version import __version__
 from . import plan as styles
 from .auto import Planner, record_runs
 from .cache import drop_plan, make_key, read_plan, write_plan
+from .draws import keep_random
 from .edges import edge_parameters, plan_edges
 from .pairs import pair_regions
 from .plan import ModulePlan, Plan, Region, WholePlan
@@ -39,6 +40,7 @@ SPEC_KEYS = {"style", "parts", "unit", "attrs", "reduce_dtype"}
 NOT_BUILT_SPEC_KEYS = {"forward": "replacement forwards"}
 
 
+@keep_random()
 def make_plan(
     model_or_config: nn.Module | PreTrainedConfig, tp_size: int, plan: Any = "auto", head: str = "auto", inputs: Any = None
 ) -> Plan:
@@ -114,6 +116,12 @@ def _discover(model: nn.Module, tp_size: int, head: str, inputs: Any) -> Plan:
         return assemble({}, (), {})
     runs = record_runs(model, inputs)
     made = Planner(runs, tp_size, edge_parameters(model), assemble, rewrite_modules).plan()
+    if runs.reduction.crosses(made.regions):
+        every = record_runs(model, inputs, reduce=False)
+        try:
+            prove(every.shadow, made, every.references(), rewrite_modules)
+        except (ProofError, PlanError):
+            made = Planner(every, tp_size, edge_parameters(model), assemble, rewrite_modules).plan()
     check_ties(model, made)
     return made
 
@@ -135,7 +143,7 @@ def _prove_on_calls(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
     try:
         runs = record_runs(model, inputs)
         kept = keep_modules(plan, runs.reduction)
-        if kept is None:  # like layers that are planned differently are all looked at
+        if kept is None or runs.reduction.crosses(plan.regions):  # layers that are not planned each by itself are all run
             runs = record_runs(model, inputs, reduce=False)
             kept = plan
     except PlanError as error:
