@@ -95,7 +95,7 @@ def gradients(model: nn.Module, calls: list[dict[str, Any]]) -> tuple[list[Tenso
         outputs = [out.detach() for call in calls for out in run_call(model, call)]
     model.zero_grad()
     loss_of(model, calls).backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.numel()}
     model.zero_grad()
     return outputs, found
 
@@ -240,7 +240,7 @@ def prepare(kind: str, model_type: str) -> tuple[nn.Module, list[dict[str, Any]]
     except AssertionError:  # a few have no backward in evaluation
         model.train()
         grads = gradients(model, calls)[1]
-    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    trained = [n for n, p in model.named_parameters() if p.requires_grad and p.numel()]
     row["calls"] = [sorted(call) for call in calls]
     row["unrun"] = [n for n in trained if n not in grads]
     row["verdict"] = "built"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..layers.embedding import check_embedding
 from ..shard import Shard
 from . import plan as styles
 from .plan import ModulePlan
+from .record import Record
 
 Spec = dict[str, Any]
 
@@ -25,21 +27,21 @@ def plan_edges(
     """
     edges, name_out = _plan_pair(model, tp_size, specs, head, source, reasons)
     embedding, output = _embeddings(model)
-    if source != "discovered" or embedding is None:
-        return edges, name_out
     names = {module: name for name, module in model.named_modules()}
-    others = [m for m in names if getattr(m, "weight", None) is embedding.weight and m not in (embedding, output)]
-    planned = edges.get(names[embedding])
-    if planned is None or not others:
-        return edges, name_out
-    if all(isinstance(m, nn.Embedding) for m in others):
-        return edges | {names[m]: replace(planned, name=names[m]) for m in others}, name_out
-    for name in (names[embedding], *(names[m] for m in others)):
-        reasons[name] = "its weight is shared with modules that are no embeddings"
-        edges.pop(name, None)
-    if output is not None and output.weight is embedding.weight:
-        edges = {name: plan for name, plan in edges.items() if plan.why != "vocabulary"}
-        name_out = None
+    for module in (embedding, output) if source == "discovered" else ():
+        if module is None or names.get(module) not in edges:
+            continue
+        sharing = [m for m in names if getattr(m, "weight", None) is module.weight]
+        others = [m for m in sharing if names[m] not in edges]
+        if all(isinstance(m, nn.Embedding) for m in others):
+            edges |= {names[m]: _plan_embedding(m, names[m], "embedding_rowwise", tp_size, source) for m in others}
+            continue
+        for m in sharing:
+            reasons[names[m]] = "its weight is shared with modules that are no embeddings"
+            edges.pop(names[m], None)
+        if output in sharing:  # with its bias, which another module may hold
+            edges = {name: plan for name, plan in edges.items() if plan.style in styles.EMBEDDING_STYLES}
+            name_out = None
     return edges, name_out
 
 
@@ -57,7 +59,7 @@ def _plan_pair(
     name_in, name_out = names.get(embedding), names.get(output)
     for name in (name_in, name_out):
         if name and specs.get(name, {}).get("style") in ("whole", "replicate"):
-            wanted, reasons[name] = False, "whole by plan"
+            wanted, reasons[name] = False, specs[name].get("why", "whole by plan")
     if head == "whole" and name_out:
         reasons[name_out] = "head='whole'"
         if tied and name_in:
@@ -108,6 +110,22 @@ def edge_parameters(model: nn.Module) -> set[str]:
     """Names of the Parameters that this rule decides about."""
     edges = {id(m.weight) for m in _embeddings(model) if isinstance(getattr(m, "weight", None), nn.Parameter)}
     return {name for name, parameter in model.named_parameters() if id(parameter) in edges}
+
+
+def read_elsewhere(model: nn.Module, records: Sequence[Record]) -> set[str]:
+    """Names of the input and output embedding where no call runs them, or what they hold is read outside their forward."""
+    names = {module: name for name, module in model.named_modules()}
+    found = set()
+    for module in _embeddings(model):
+        if module is None or module not in names:
+            continue
+        owners = {name for other, name in names.items() if getattr(other, "weight", None) is module.weight}
+        parameters = {f"{name}.weight" for name in owners}
+        called = any(names[module] in record.module_calls for record in records)
+        sites = [site for record in records for site in record.sites.values() if site.parameter in parameters]
+        if not called or any(call.modules[-1] not in owners for site in sites for call in site.calls):
+            found.add(names[module])
+    return found
 
 
 def _plan_embedding(module: Any, name: str, style: str, tp_size: int, source: str) -> ModulePlan:

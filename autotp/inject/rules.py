@@ -27,7 +27,7 @@ from . import plan as styles
 from .auto import Planner, record_runs
 from .cache import drop_plan, make_key, read_plan, write_plan
 from .draws import keep_random
-from .edges import edge_parameters, plan_edges
+from .edges import edge_parameters, plan_edges, read_elsewhere
 from .pairs import pair_regions
 from .plan import ModulePlan, Plan, Region, WholePlan
 from .prove import prove, try_rewrite
@@ -105,16 +105,18 @@ def _still_proves(model: nn.Module, plan: Plan, tp_size: int) -> bool:
 def _discover(model: nn.Module, tp_size: int, head: str, inputs: Any) -> Plan:
     """The plan found in the model itself; nothing in it that is not proved."""
     reasons: dict[str, str] = {}
-    edges, head_name = plan_edges(model, tp_size, {}, head, "discovered", reasons)
+    runs = record_runs(model, inputs) if tp_size > 1 else None
+    raw = read_elsewhere(model, runs.records) if runs else set()
+    kept: dict[str, Spec] = {name: {"style": "whole", "why": "its weight is read outside its forward"} for name in raw}
+    edges, head_name = plan_edges(model, tp_size, kept, head, "discovered", reasons)
     order = {name: i for i, name in enumerate(dict(model.named_modules()))}
 
     def assemble(modules: dict[str, ModulePlan], regions: tuple[Region, ...], why: dict[str, str]) -> Plan:
         planned = tuple(sorted({**modules, **edges}.values(), key=lambda module: order[module.name]))
         return _finish(model, tp_size, planned, regions, {**reasons, **why}, head_name)
 
-    if tp_size == 1:
+    if runs is None:
         return assemble({}, (), {})
-    runs = record_runs(model, inputs)
     made = Planner(runs, tp_size, edge_parameters(model), assemble, rewrite_modules).plan()
     if runs.reduction.crosses(made.regions):
         every = record_runs(model, inputs, reduce=False)
