@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .arguments import copy_arguments
 from .draws import Draws
 from .shadow import Shadow
 from .sites import Operands, locate, read_site
@@ -225,7 +226,7 @@ class Recorder:
                     else:
                         args[_position(module, key)] = value
                 arguments[key] = value
-        call = ModuleCall(arguments, constants, tuple(args), kwargs, [])
+        call = ModuleCall(arguments, constants, *copy_arguments((tuple(args), kwargs)), [])
         self.record.module_calls.setdefault(name, []).append(call)
         return tuple(args), kwargs
 

@@ -117,7 +117,12 @@ def _discover(model: nn.Module, tp_size: int, head: str, inputs: Any) -> Plan:
 
     if runs is None:
         return assemble({}, (), {})
-    made = Planner(runs, tp_size, edge_parameters(model), assemble, rewrite_modules).plan()
+    try:
+        planner = Planner(runs, tp_size, edge_parameters(model), assemble, rewrite_modules)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        why = f"its backward does not run in evaluation: {' '.join(str(error).split())[:120]}"
+        return replace(assemble({}, (), {"": why}), proof=f"not proved: {why}")
+    made = planner.plan()
     if runs.reduction.crosses(made.regions):
         every = record_runs(model, inputs, reduce=False)
         try:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .arguments import copy_arguments
 from .attributes import restore_attributes, set_attributes
 from .placement import Placement
 from .plan import Plan, fold_name
@@ -245,16 +246,7 @@ class Counting(Interceptor):
 
 
 def _detached(call: ModuleCall) -> tuple[tuple, dict]:
-    copies: dict[int, Tensor] = {}  # one tensor passed twice stays one
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return copies.setdefault(id(value), value.detach().clone())
-        if type(value) in (tuple, list):
-            return type(value)(plain(v) for v in value)
-        return value
-
-    return tuple(plain(a) for a in call.args), {k: plain(v) for k, v in call.kwargs.items()}
+    return copy_arguments((call.args, call.kwargs), lambda tensor: tensor.detach().clone())
 
 
 @contextmanager

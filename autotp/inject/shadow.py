@@ -38,6 +38,8 @@ class Shadow:
             memo.setdefault(id(buffer), value.double() if value.is_floating_point() else value.clone())
             if buffers_need_grad and value.is_floating_point():
                 memo[id(buffer)].requires_grad_()
+        for module in model.modules():  # what an earlier forward left on a module may hang on its graph
+            memo |= {id(v): v.detach() for v in vars(module).values() if isinstance(v, Tensor) and not v.is_leaf}
         self.model = copy.deepcopy(model, memo).eval()
         if reduction is not None:
             reduction.apply(self.model)
