@@ -137,8 +137,8 @@ class Planner:
         if any(refusal.reason == "dead columns" for refusal in self.discovery.refused.values()):
             seeds = range(1000, 1000 + 4 * len(self.runs.calls))  # zero by chance (a sparse gate) is not zero again
             more = [self._record(self.runs.calls[seed % len(self.runs.calls)], seed, self.norms) for seed in seeds]
-            records = [*self.discovery.tables.records, *more]
-            self.discovery = Discovery(self.runs.shadow, records, self.tp_size, self.blocked)
+            base = self.discovery.tables.records
+            self.discovery = Discovery(self.runs.shadow, [*base, *more], self.tp_size, self.blocked, len(base))
             self.placement = Placement(self.discovery.tables, self.tp_size, self.norms)
             self.discovery.choose()
         kept = self._prove_all()
@@ -191,7 +191,7 @@ class Planner:
         modules, listed = self.placement.place(regions)
         for name, attrs in self.edits.items():
             base = modules.get(name, ModulePlan(name, "local_params", source="discovered"))
-            modules[name] = replace(base, attrs=attrs)
+            modules[name] = replace(base, attrs={**base.attrs, **attrs})
         if whole:
             modules, listed = self.runs.reduction.expand(modules, listed)
         return self.assemble(modules, listed, self.reasons)

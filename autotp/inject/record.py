@@ -24,6 +24,7 @@ from .arguments import copy_arguments
 from .draws import Draws
 from .shadow import Shadow
 from .sites import Operands, locate, read_site
+from .smooth import SMOOTH
 
 SiteKey = tuple[str, tuple[int, ...]]  # a Parameter's name and the dims of it that become output columns
 NARROW = {torch.float32, torch.float16, torch.bfloat16}
@@ -123,6 +124,8 @@ class Interceptor(TorchFunctionMode):
             assert name is not None
             if not self.shadow.is_transparent(name, operands):
                 return self.respond(operands, name, func, args, kwargs)
+        if func in SMOOTH and args and args[0].is_floating_point():
+            return SMOOTH[func](*args, **kwargs)
         if func is F.batch_norm:
             return _batch_norm(*args, **kwargs)
         if (isinstance(func, types.FunctionType) and "has_torch_function" in func.__code__.co_names) or func in _COMPOSITES:
