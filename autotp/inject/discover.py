@@ -30,7 +30,7 @@ class Discovery:
         self.banned: set[SiteKey] = set()
 
     def choose(self) -> list[FoundRegion]:
-        """Take regions greedily, largest first; each choice frees no site and may shrink the others."""
+        """Take regions greedily, largest first; each choice may shrink the others. What is not worth it holds no site back."""
         tables = self.tables
         seeds = [
             k for k, s in tables.sites.items() if s.in_dims and k not in self.blocked | self.banned and tables.is_structured(k)
@@ -46,12 +46,13 @@ class Discovery:
                     found.pop(seed, None)
                     self._try_seed(seed, taken, found)
             pending = [s for s in pending if s in found]
-            if not pending:
+            worthy = [s for s in pending if self.is_worth(found[s])]
+            if not worthy:
+                self.skipped += [found[s] for s in pending]
                 break
-            best = max(pending, key=lambda s: self.weigh(found[s]))
-            region = found[best]
+            region = found[max(worthy, key=lambda s: self.weigh(found[s]))]
             taken |= region.sites
-            (self.regions if self.is_worth(region) else self.skipped).append(region)
+            self.regions.append(region)
             pending = [s for s in pending if s not in taken]
         return self.regions
 
