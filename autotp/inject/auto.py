@@ -212,24 +212,33 @@ class Planner:
             return self.discovery.regions
         except (ProofError, PlanError):
             pass
-        kept: list[FoundRegion] = []
-        self.attempt(kept)
+        self.attempt([])
         classes: dict[Any, list[FoundRegion]] = {}
         for region in self.discovery.regions:
             classes.setdefault(class_of(self.discovery.tables, next(iter(region.rows))), []).append(region)
-        queue = list(classes.values())
-        while queue:
-            regions = queue.pop(0)
-            try:
+        return self._prove_half([], list(classes.values()), failed=True)
+
+    def _prove_half(self, kept: list[FoundRegion], classes: list[list[FoundRegion]], failed: bool = False) -> list[FoundRegion]:
+        """What proves of `classes` on top of `kept`, with `kept`: all at once, or else the one half and then the other."""
+        regions = [region for members in classes for region in members]
+        try:
+            if len(classes) == 1:
                 self._prove_class(kept, regions)
-                kept += regions
-            except (ProofError, PlanError) as error:
-                if len(regions) > 1:  # layers of one name that do different things
-                    queue = [[region] for region in regions] + queue
-                    continue
+                return kept + regions
+            if not failed:
+                self.attempt(kept + regions)
+                return kept + regions
+        except (ProofError, PlanError) as error:
+            if len(regions) == 1:
                 for key in regions[0].sites:
                     self.reasons[key[0]] = f"not proved: {error}"
-        return kept
+                return kept
+        if len(classes) == 1:  # layers of one name that do different things
+            classes = [[region] for region in regions]
+        half, edits = len(classes) // 2, {name: dict(attrs) for name, attrs in self.edits.items()}
+        first = self._prove_half(kept, classes[:half])
+        fine = len(first) == len(kept) + sum(map(len, classes[:half])) and edits == self.edits  # so the other half is at fault
+        return self._prove_half(first, classes[half:], fine)
 
     def _prove_class(self, kept: list[FoundRegion], regions: list[FoundRegion]) -> None:
         """`regions`, alike but for their layers, proved on top of `kept`; with attribute edits if that is what it takes."""
