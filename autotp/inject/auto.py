@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +21,13 @@ from .prove import Reference, make_reference, prove
 from .record import Record, Recorder
 from .reduce import Reduction, find_reduction
 from .regions import FoundRegion
-from .search import Search
+from .search import MAX_SECONDS, Search
 from .shadow import Shadow
 
 SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: no plan may hold for one shape alone
 WIDE_SHAPES = ((2, 5), (3, 4))  # the same for models of more than WIDE parameters, whose activations take the memory
 WIDE = 10**9
+SEARCH_SECONDS = 40.0  # for the attribute edits of a whole model; a class that needs some finds them in one or two
 
 Assemble = Callable[[dict[str, ModulePlan], tuple[Region, ...], dict[str, str]], Plan]
 Rewrite = Callable[[nn.Module, Plan, TPGroup], None]
@@ -127,6 +129,7 @@ class Planner:
         self.norms: dict[str, NormPlan] = {}
         self.references = runs.references()
         self.reasons: dict[str, str] = {}
+        self.seconds_left = SEARCH_SECONDS
         self.edits: dict[str, dict[str, tuple[Any, ...]]] = {}  # module -> attribute -> values
 
     def plan(self) -> Plan:
@@ -240,13 +243,21 @@ class Planner:
         fine = len(first) == len(kept) + sum(map(len, classes[:half])) and edits == self.edits  # so the other half is at fault
         return self._prove_half(first, classes[half:], fine)
 
+    def _search(self, region: FoundRegion) -> dict[tuple[str, str], tuple[Any, ...]] | None:
+        """The attribute edits that make one region run; the later classes of a model that takes long get less time."""
+        start = time.monotonic()
+        seconds = min(MAX_SECONDS, max(1.0, self.seconds_left))
+        found = Search(self.placement, region, self.build([region]), self.references, self.rewrite, seconds).run()
+        self.seconds_left -= time.monotonic() - start
+        return found
+
     def _prove_class(self, kept: list[FoundRegion], regions: list[FoundRegion]) -> None:
         """`regions`, alike but for their layers, proved on top of `kept`; with attribute edits if that is what it takes."""
         try:
             self.attempt([*kept, *regions])
             return
         except ProofError as error:
-            found = Search(self.placement, regions[0], self.build(regions[:1]), self.references, self.rewrite).run()
+            found = self._search(regions[0])
             if not found:
                 raise ProofError(f"{error}; no edit of the integers that its forward reads makes it run") from error
         before = {name: dict(attrs) for name, attrs in self.edits.items()}

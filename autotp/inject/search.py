@@ -35,7 +35,13 @@ class Search:
     """The attribute edits that let one region's module run on every rank."""
 
     def __init__(
-        self, placement: Placement, region: FoundRegion, plan: Plan, references: Sequence[Reference], rewrite: Rewrite
+        self,
+        placement: Placement,
+        region: FoundRegion,
+        plan: Plan,
+        references: Sequence[Reference],
+        rewrite: Rewrite,
+        seconds: float = MAX_SECONDS,
     ) -> None:
         self.tables, self.region, self.tp_size = placement.tables, region, plan.tp_size
         self.scope = placement.scope(region)
@@ -47,7 +53,7 @@ class Search:
         for rank, local in enumerate(self.locals):
             rewrite(local.model, self.inner, SoloGroup(rank, plan.tp_size))
         self.sites = {key[0] for key in placement.tables.sites}
-        self.trials, self.start = 0, time.monotonic()
+        self.trials, self.end = 0, time.monotonic() + seconds
 
     def run(self) -> dict[tuple[str, str], tuple[Any, ...]] | None:
         """The smallest set found, by full module name and attribute, or None."""
@@ -146,7 +152,7 @@ class Search:
                     yield {**base, place: value}
 
     def _spent(self) -> bool:
-        return self.trials > MAX_TRIALS * self.tp_size or time.monotonic() - self.start > MAX_SECONDS
+        return self.trials > MAX_TRIALS * self.tp_size or time.monotonic() > self.end
 
     # -- what may be edited, and to what --------------------------------------------------------------------------------
 
