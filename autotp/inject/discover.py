@@ -20,7 +20,9 @@ class Discovery:
         regions: the chosen ones; refused: seed -> why it has none; skipped: regions that are not worth an all-reduce.
     """
 
-    def __init__(self, shadow: Shadow, records: Sequence[Record], tp_size: int, blocked: set[str], base: int | None = None) -> None:
+    def __init__(
+        self, shadow: Shadow, records: Sequence[Record], tp_size: int, blocked: set[str], base: int | None = None
+    ) -> None:
         self.tables = Tables(shadow, records, base=base)
         self.tp_size = tp_size
         self.blocked = {key for key in self.tables.sites if key[0] in blocked}

@@ -10,16 +10,48 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 SEED = 0
 _LOCK = threading.Lock()  # ranks that are threads share torch's default generator
-_NAMES = (
-    "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson binomial "
-    "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout rrelu rrelu_ "
-    "dropout_ feature_dropout_ alpha_dropout_ feature_alpha_dropout_ "
-    "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
-).split()
-_DRAWING = {getattr(holder, name) for name in _NAMES for holder in (torch, torch.Tensor) if hasattr(holder, name)}
+_NAMES = [
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "normal",
+    "bernoulli",
+    "multinomial",
+    "poisson",
+    "binomial",
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "feature_dropout",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+    "native_dropout",
+    "rrelu",
+    "rrelu_",
+    "gumbel_softmax",
+    "dropout_",
+    "feature_dropout_",
+    "alpha_dropout_",
+    "feature_alpha_dropout_",
+    "bernoulli_",
+    "cauchy_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "normal_",
+    "random_",
+    "uniform_",
+]
+_DRAWING = {getattr(holder, name) for name in _NAMES for holder in (torch, torch.Tensor, F) if hasattr(holder, name)}
 
 
 class Draws:

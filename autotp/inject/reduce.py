@@ -43,7 +43,7 @@ class Reduction:
         return not any(name.startswith(f"{own}.{n}.") or name == f"{own}.{n}" for own, ns in self.dropped.items() for n in ns)
 
     def crosses(self, regions: Iterable[Region]) -> bool:
-        """Whether a region leaves a member of a list: what it meets beyond may have stood elsewhere before members were dropped."""
+        """Whether a region leaves a member of a list: beyond it may lie what came later before members were dropped."""
         for region in regions:
             members = {self._member(name) for name in (*region.columns, *region.rows)}
             if len(members) > 1:
