@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 
 import autotp
 from autotp.inject.examples import make_examples
+from autotp.inject.record import keep_state
 from autotp.layers.base import sharded_modules
 
 OUTPUTS, GRADIENTS, STEPS, SHARE = 1e-4, 1e-3, 5e-2, 0.8  # bars of the verdict
@@ -91,11 +92,12 @@ def whole(tensors: dict[str, Tensor], model: nn.Module) -> tuple[dict[str, Tenso
 
 def gradients(model: nn.Module, calls: list[dict[str, Any]]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Outputs of every call, and each parameter's own gradient of the loss over all of them."""
-    with torch.no_grad():
-        outputs = [out.detach() for call in calls for out in run_call(model, call)]
-    model.zero_grad()
-    loss_of(model, calls).backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    with keep_state(model):
+        with torch.no_grad():
+            outputs = [out.detach() for call in calls for out in run_call(model, call)]
+        model.zero_grad()
+        loss_of(model, calls).backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.numel()}
     model.zero_grad()
     return outputs, found
 
@@ -247,7 +249,7 @@ def prepare(kind: str, model_type: str) -> tuple[nn.Module, list[dict[str, Any]]
     except AssertionError:  # a few have no backward in evaluation
         model.train()
         grads = gradients(model, calls)[1]
-    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    trained = [n for n, p in model.named_parameters() if p.requires_grad and p.numel()]
     row["calls"] = [sorted(call) for call in calls]
     row["unrun"] = [n for n in trained if n not in grads]
     row["verdict"] = "built"

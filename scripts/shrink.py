@@ -317,6 +317,7 @@ _GIVEN: dict[str, dict[str, Any]] = {
     "phi4_multimodal": {
         "audio_config": {"ext_pw_out_channel": 64, "depthwise_separable_out_channel": 64, "nemo_conv_channels": 64}
     },
+    "pegasus_x": {"block_size": 8, "num_global_tokens": 4},
     "qwen4_exp": _INDEXER,
     "qwen4_exp_text": _INDEXER,
     "reformer": {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from .shadow import Shadow
 SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: no plan may hold for one shape alone
 WIDE_SHAPES = ((2, 5), (3, 4))  # the same for models of more than WIDE parameters, whose activations take the memory
 WIDE = 10**9
+SEARCH_SECONDS = 40.0  # for the attribute edits of a whole model; a class that needs some finds them in one or two
 
 Assemble = Callable[[dict[str, ModulePlan], tuple[Region, ...], dict[str, str]], Plan]
 Rewrite = Callable[[nn.Module, Plan, TPGroup], None]
@@ -134,6 +136,7 @@ class Planner:
         self.norms: dict[str, NormPlan] = {}
         self.references = runs.references()
         self.reasons: dict[str, str] = {}
+        self.seconds_left = SEARCH_SECONDS
         self.edits: dict[str, dict[str, tuple[Any, ...]]] = {}  # module -> attribute -> values
         self.fixes: dict[str, tuple[ShapeFix, ...]] = {}
 
@@ -145,8 +148,8 @@ class Planner:
         if any(refusal.reason == "dead columns" for refusal in self.discovery.refused.values()):
             seeds = range(1000, 1000 + 4 * len(self.runs.calls))  # zero by chance (a sparse gate) is not zero again
             more = [self._record(self.runs.calls[seed % len(self.runs.calls)], seed, self.norms) for seed in seeds]
-            records = [*self.discovery.tables.records, *more]
-            self.discovery = Discovery(self.runs.shadow, records, self.tp_size, self.blocked)
+            base = self.discovery.tables.records
+            self.discovery = Discovery(self.runs.shadow, [*base, *more], self.tp_size, self.blocked, len(base))
             self.placement = Placement(self.discovery.tables, self.tp_size, self.norms)
             self.discovery.choose()
         kept = self._prove_with_groups(self._prove_all())
@@ -227,7 +230,8 @@ class Planner:
         modules |= self.gathered
         for name in dict.fromkeys([*self.edits, *self.fixes]):
             base = modules.get(name, ModulePlan(name, "local_params", source="discovered"))
-            modules[name] = replace(base, attrs=self.edits.get(name, {}), fixes=self.fixes.get(name, ()))
+            attrs = {**base.attrs, **self.edits.get(name, {})}
+            modules[name] = replace(base, attrs=attrs, fixes=self.fixes.get(name, ()))
         if whole:
             modules, listed = self.runs.reduction.expand(modules, listed)
         return self.assemble(modules, listed, self.reasons)
@@ -263,24 +267,36 @@ class Planner:
             return self.discovery.regions
         except (ProofError, PlanError):
             pass
-        kept: list[FoundRegion] = []
-        self.attempt(kept)
+        self.attempt([])
         classes: dict[Any, list[FoundRegion]] = {}
         for region in self.discovery.regions:
             classes.setdefault(class_of(self.discovery.tables, next(iter(region.rows))), []).append(region)
-        queue = list(classes.values())
-        while queue:
-            regions = queue.pop(0)
-            try:
+        return self._prove_half([], list(classes.values()), failed=True)
+
+    def _prove_half(self, kept: list[FoundRegion], classes: list[list[FoundRegion]], failed: bool = False) -> list[FoundRegion]:
+        """What proves of `classes` on top of `kept`, with `kept`: all at once, or else the one half and then the other."""
+        regions = [region for members in classes for region in members]
+        try:
+            if len(classes) == 1:
                 self._prove_class(kept, regions)
-                kept += regions
-            except (ProofError, PlanError) as error:
-                if len(regions) > 1:  # layers of one name that do different things
-                    queue = [[region] for region in regions] + queue
-                    continue
+                return kept + regions
+            if not failed:
+                self.attempt(kept + regions)
+                return kept + regions
+        except (ProofError, PlanError) as error:
+            if len(regions) == 1:
                 for key in regions[0].sites:
                     self.reasons[key[0]] = f"not proved: {error}"
-        return kept
+                return kept
+        if len(classes) == 1:  # layers of one name that do different things
+            classes = [[region] for region in regions]
+        half, before = len(classes) // 2, ({name: dict(attrs) for name, attrs in self.edits.items()}, dict(self.fixes))
+        first = self._prove_half(kept, classes[:half])
+        fine = len(first) == len(kept) + sum(map(len, classes[:half])) and before == (
+            self.edits,
+            self.fixes,
+        )  # so the other half is at fault
+        return self._prove_half(first, classes[half:], fine)
 
     def _prove_class(self, kept: list[FoundRegion], regions: list[FoundRegion]) -> None:
         """`regions`, alike but for their layers, proved on top of `kept`; with edits and fixes if that is what it takes."""
@@ -292,9 +308,10 @@ class Planner:
         scope = self.placement.scope(regions[0])
         beside = [region for region in kept if self.placement.scope(region) == scope]  # whose edits are in place
         plan = self.build([*beside, regions[0]])
-        search = Search(self.placement, regions[0], plan, self.references, self.rewrite)
+        share = min(1.0, max(0.05, self.seconds_left / SEARCH_SECONDS))  # later classes of a model that takes long get less
+        search = Search(self.placement, regions[0], plan, self.references, self.rewrite, share)
         edits, fixes = dict(self.edits), dict(self.fixes)
-        for found in search.candidates():
+        for found in self._timed(search.candidates()):
             if not any(found):
                 continue
             try:
@@ -306,6 +323,18 @@ class Planner:
         if failure is not first:
             raise failure
         raise ProofError(f"{first}; no edit of the integers that its forward reads, or of the sizes that it writes, makes it run")
+
+    def _timed(self, found: Iterator[Found]) -> Iterator[Found]:
+        """What is found, the time that it takes being counted."""
+        while True:
+            start = time.monotonic()
+            try:
+                each = next(found)
+            except StopIteration:
+                return
+            finally:
+                self.seconds_left -= time.monotonic() - start
+            yield each
 
     def _add(self, regions: list[FoundRegion], found: Found) -> None:
         """Take over what was found for the first of `regions`, for all of them."""

@@ -21,8 +21,10 @@ class Discovery:
         regions: the chosen ones; refused: seed -> why it has none; skipped: regions that are not worth an all-reduce.
     """
 
-    def __init__(self, shadow: Shadow, records: Sequence[Record], tp_size: int, blocked: set[str]) -> None:
-        self.tables = Tables(shadow, records)
+    def __init__(
+        self, shadow: Shadow, records: Sequence[Record], tp_size: int, blocked: set[str], base: int | None = None
+    ) -> None:
+        self.tables = Tables(shadow, records, base=base)
         self.tp_size = tp_size
         self.blocked = {key for key in self.tables.sites if key[0] in blocked}
         self.regions: list[FoundRegion] = []
@@ -31,7 +33,7 @@ class Discovery:
         self.banned: set[SiteKey] = set()
 
     def choose(self) -> list[FoundRegion]:
-        """Take regions greedily, largest first; each choice frees no site and may shrink the others."""
+        """Take regions greedily, largest first; each choice may shrink the others. What is not worth it holds no site back."""
         tables = self.tables
         seeds = [
             k for k, s in tables.sites.items() if s.in_dims and k not in self.blocked | self.banned and tables.is_structured(k)
@@ -47,12 +49,13 @@ class Discovery:
                     found.pop(seed, None)
                     self._try_seed(seed, taken, found)
             pending = [s for s in pending if s in found]
-            if not pending:
+            worthy = [s for s in pending if self.is_worth(found[s])]
+            if not worthy:
+                self.skipped += [found[s] for s in pending]
                 break
-            best = max(pending, key=lambda s: self.weigh(found[s]))
-            region = found[best]
+            region = found[max(worthy, key=lambda s: self.weigh(found[s]))]
             taken |= region.sites
-            (self.regions if self.is_worth(region) else self.skipped).append(region)
+            self.regions.append(region)
             pending = [s for s in pending if s not in taken]
         return self.regions
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from ..layers.embedding import check_embedding
 from ..shard import Shard
 from . import plan as styles
 from .plan import ModulePlan
+from .record import Record
 
 Spec = dict[str, Any]
 
@@ -77,7 +79,7 @@ def _plan_pair(
     name_in, name_out = names.get(embedding), names.get(output)
     for name in (name_in, name_out):
         if name and specs.get(name, {}).get("style") in ("whole", "replicate"):
-            wanted, reasons[name] = False, "whole by plan"
+            wanted, reasons[name] = False, specs[name].get("why", "whole by plan")
     if head == "whole" and name_out:
         reasons[name_out] = "head='whole'"
         if tied and name_in:
@@ -128,6 +130,22 @@ def edge_parameters(model: nn.Module) -> set[str]:
     """Names of the Parameters that this rule decides about."""
     edges = {id(m.weight) for m in _embeddings(model) if isinstance(getattr(m, "weight", None), nn.Parameter)}
     return {name for name, parameter in model.named_parameters() if id(parameter) in edges}
+
+
+def read_elsewhere(model: nn.Module, records: Sequence[Record]) -> set[str]:
+    """Names of the input and output embedding where no call runs them, or what they hold is read outside their forward."""
+    names = {module: name for name, module in model.named_modules()}
+    found = set()
+    for module in _embeddings(model):
+        if module is None or module not in names:
+            continue
+        owners = {name for other, name in names.items() if getattr(other, "weight", None) is module.weight}
+        parameters = {f"{name}.weight" for name in owners}
+        called = any(names[module] in record.module_calls for record in records)
+        sites = [site for record in records for site in record.sites.values() if site.parameter in parameters]
+        if not called or any(call.modules[-1] not in owners for site in sites for call in site.calls):
+            found.add(names[module])
+    return found
 
 
 def _plan_embedding(module: Any, name: str, style: str, tp_size: int, source: str) -> ModulePlan:

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import PlanError
 from ..layers.attention import attention_shards
+from ..layers.conv import local_groups
 from ..shard import Shard, compress_indices
 from .indices import choose_dim, merge_inputs, no_support, product_cut, project, single_runs, smallest_period
 from .plan import InputPlan, ModulePlan, NormPlan, Region
@@ -106,6 +107,7 @@ class Placement:
             outputs=tuple(sorted(f.outputs)),
             source="discovered",
             norm=self.norms.get(name) if f.shards else None,
+            attrs=local_groups(self.modules[name], f.shards.get("weight")),
         )
 
     def _list(self, region: FoundRegion) -> Region:

@@ -20,8 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .arguments import copy_arguments
+from .draws import Draws
 from .shadow import Shadow
 from .sites import Operands, locate, read_site
+from .smooth import SMOOTH
 
 SiteKey = tuple[str, tuple[int, ...]]  # a Parameter's name and the dims of it that become output columns
 NARROW = {torch.float32, torch.float16, torch.bfloat16}
@@ -110,7 +113,7 @@ class Interceptor(TorchFunctionMode):
 
     def __init__(self, shadow: Shadow, respond: Callable[[Operands, str, Any, tuple, dict], Tensor]) -> None:
         super().__init__()
-        self.shadow, self.respond = shadow, respond
+        self.shadow, self.respond, self.draws = shadow, respond, Draws()
 
     def __torch_function__(self, func, types_, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -122,15 +125,19 @@ class Interceptor(TorchFunctionMode):
             assert name is not None
             if not self.shadow.is_transparent(name, operands):
                 return self.respond(operands, name, func, args, kwargs)
+        if func in SMOOTH and args and args[0].is_floating_point():
+            return SMOOTH[func](*args, **kwargs)
         if func is F.batch_norm:
             return _batch_norm(*args, **kwargs)
+        if func in _CONVOLUTIONS and (made := _depthwise(*args, **kwargs)) is not None:
+            return made
         if (isinstance(func, types.FunctionType) and "has_torch_function" in func.__code__.co_names) or func in _COMPOSITES:
             return _open(func, self)(*args, **kwargs)
         view = self._view(func, args, kwargs)
         if view is not None:
             return view
         args, kwargs = _map(self._widen, args), {key: _map(self._widen, value) for key, value in kwargs.items()}
-        return func(*args, **kwargs)
+        return self.draws.run(func, args, kwargs)
 
     def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """What `func` makes of a big Parameter, where that is a view of it (an expert, a transpose): it stays without numbers."""
@@ -227,7 +234,7 @@ class Recorder:
                     else:
                         args[_position(module, key)] = value
                 arguments[key] = value
-        call = ModuleCall(arguments, constants, tuple(args), kwargs, [])
+        call = ModuleCall(arguments, constants, *copy_arguments((tuple(args), kwargs)), [])
         self.record.module_calls.setdefault(name, []).append(call)
         return tuple(args), kwargs
 
@@ -383,6 +390,20 @@ def _batch_norm(x, running_mean, running_var, weight=None, bias=None, training=F
     return y if bias is None else y + bias.reshape(shape)
 
 
+def _depthwise(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    """A convolution of each channel by itself as arithmetic, which float64 has no fast kernel for; None for any other."""
+    dims = weight.ndim - 2
+    if groups < 2 or x.shape[1] != groups or weight.shape[0] != groups or weight.shape[1] != 1 or isinstance(padding, str):
+        return None
+    steps, pads, gaps = (([v] * dims if isinstance(v, int) else list(v) * (dims // len(v))) for v in (stride, padding, dilation))
+    y = F.pad(x, [p for pad in reversed(pads) for p in (pad, pad)])
+    for axis, (size, step, gap) in enumerate(zip(weight.shape[2:], steps, gaps, strict=True)):
+        y = y.unfold(2 + axis, (size - 1) * gap + 1, step)[..., ::gap]
+    y = (y * weight.reshape(groups, *[1] * dims, *weight.shape[2:])).sum(list(range(-dims, 0)))
+    return y if bias is None else y + bias.reshape(-1, *[1] * dims)
+
+
+_CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d}
 _FLOAT_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
 _COMPOSITES = {F.multi_head_attention_forward}
 

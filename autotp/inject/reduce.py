@@ -2,12 +2,12 @@
 
 Two layers are alike if their module trees have the same classes, the same plain attributes (numbers, names, flags; a layer's
 own number aside) and Parameters and buffers of the same shapes. Of each kind the first two are kept, so that a layer is seen
-beside one of its own kind.
+beside one of its own kind. That says nothing of a region which leaves its layer: it is proved with all layers there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +41,19 @@ class Reduction:
     def holds(self, name: str) -> bool:
         """Whether a module or Parameter of this name is left."""
         return not any(name.startswith(f"{own}.{n}.") or name == f"{own}.{n}" for own, ns in self.dropped.items() for n in ns)
+
+    def crosses(self, regions: Iterable[Region]) -> bool:
+        """Whether a region leaves a member of a list: beyond it may lie what came later before members were dropped."""
+        for region in regions:
+            members = {self._member(name) for name in (*region.columns, *region.rows)}
+            if len(members) > 1:
+                return True
+        return False
+
+    def _member(self, name: str) -> str:
+        """The member of a reduced list that module `name` lies in; "" outside all."""
+        own = next((own for own in self.dropped if name.startswith(f"{own}.")), None)
+        return "" if own is None else f"{own}.{name[len(own) + 1 :].partition('.')[0]}"
 
     def expand(
         self, modules: Mapping[str, ModulePlan], regions: tuple[Region, ...]

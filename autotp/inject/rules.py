@@ -26,7 +26,8 @@ from ..version import __version__
 from . import plan as styles
 from .auto import Planner, record_runs
 from .cache import drop_plan, make_key, read_plan, write_plan
-from .edges import edge_parameters, plan_edges
+from .draws import keep_random
+from .edges import edge_parameters, plan_edges, read_elsewhere
 from .pairs import pair_regions
 from .plan import ModulePlan, Plan, Region, WholePlan
 from .prove import prove, try_rewrite
@@ -39,6 +40,7 @@ SPEC_KEYS = {"style", "parts", "unit", "attrs", "reduce_dtype"}
 NOT_BUILT_SPEC_KEYS = {"forward": "replacement forwards"}
 
 
+@keep_random()
 def make_plan(
     model_or_config: nn.Module | PreTrainedConfig, tp_size: int, plan: Any = "auto", head: str = "auto", inputs: Any = None
 ) -> Plan:
@@ -103,17 +105,31 @@ def _still_proves(model: nn.Module, plan: Plan, tp_size: int) -> bool:
 def _discover(model: nn.Module, tp_size: int, head: str, inputs: Any) -> Plan:
     """The plan found in the model itself; nothing in it that is not proved."""
     reasons: dict[str, str] = {}
-    edges, head_name = plan_edges(model, tp_size, {}, head, "discovered", reasons)
+    runs = record_runs(model, inputs) if tp_size > 1 else None
+    raw = read_elsewhere(model, runs.records) if runs else set()
+    kept: dict[str, Spec] = {name: {"style": "whole", "why": "its weight is read outside its forward"} for name in raw}
+    edges, head_name = plan_edges(model, tp_size, kept, head, "discovered", reasons)
     order = {name: i for i, name in enumerate(dict(model.named_modules()))}
 
     def assemble(modules: dict[str, ModulePlan], regions: tuple[Region, ...], why: dict[str, str]) -> Plan:
         planned = tuple(sorted({**modules, **edges}.values(), key=lambda module: order[module.name]))
         return _finish(model, tp_size, planned, regions, {**reasons, **why}, head_name)
 
-    if tp_size == 1:
+    if runs is None:
         return assemble({}, (), {})
-    runs = record_runs(model, inputs)
-    made = Planner(runs, tp_size, edge_parameters(model), count_parameters(model), assemble, rewrite_modules).plan()
+    sizes = count_parameters(model)
+    try:
+        planner = Planner(runs, tp_size, edge_parameters(model), sizes, assemble, rewrite_modules)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        why = f"its backward does not run in evaluation: {' '.join(str(error).split())[:120]}"
+        return replace(assemble({}, (), {"": why}), proof=f"not proved: {why}")
+    made = planner.plan()
+    if runs.reduction.crosses(made.regions):
+        every = record_runs(model, inputs, reduce=False)
+        try:
+            prove(every.shadow, made, every.references(), rewrite_modules)
+        except (ProofError, PlanError):
+            made = Planner(every, tp_size, edge_parameters(model), sizes, assemble, rewrite_modules).plan()
     check_ties(model, made)
     return made
 
@@ -144,7 +160,7 @@ def _prove_on_calls(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
     try:
         runs = record_runs(model, inputs)
         kept = keep_modules(plan, runs.reduction)
-        if kept is None:  # like layers that are planned differently are all looked at
+        if kept is None or runs.reduction.crosses(plan.regions):  # layers that are not planned each by itself are all run
             runs = record_runs(model, inputs, reduce=False)
             kept = plan
     except PlanError as error:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
+from .arguments import copy_arguments
 from .attributes import restore_attributes, set_attributes
 from .callsites import ShapeFix
 from .placement import Placement
@@ -44,8 +45,15 @@ class Search:
     """The attribute edits, and fixes of call sites, that let one region's module run on every rank."""
 
     def __init__(
-        self, placement: Placement, region: FoundRegion, plan: Plan, references: Sequence[Reference], rewrite: Rewrite
+        self,
+        placement: Placement,
+        region: FoundRegion,
+        plan: Plan,
+        references: Sequence[Reference],
+        rewrite: Rewrite,
+        share: float = 1.0,
     ) -> None:
+        """`share`: of the time that a search may take."""
         self.tables, self.region, self.tp_size = placement.tables, region, plan.tp_size
         self.scope = placement.scope(region)
         self.references = references
@@ -57,6 +65,7 @@ class Search:
             rewrite(local.model, self.inner, SoloGroup(rank, plan.tp_size))
         self.sites = {key[0] for key in placement.tables.sites}
         self.fixing, self.notes, self.fixes = False, [], {}
+        self.share = share
 
     def candidates(self) -> Iterator[Found]:
         """What lets the module run, the plainest first: edits, fixes with or without edits, edits by a longer search."""
@@ -81,7 +90,7 @@ class Search:
         for trials, found in enumerate(climb):
             if found is not None:
                 return found
-            if trials >= MAX_TRIALS or time.monotonic() - start > seconds:
+            if trials >= MAX_TRIALS or time.monotonic() - start > seconds * self.share:
                 break
         return None
 
@@ -310,16 +319,7 @@ class Counting(Interceptor):
 
 
 def _detached(call: ModuleCall) -> tuple[tuple, dict]:
-    copies: dict[int, Tensor] = {}  # one tensor passed twice stays one
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return copies.setdefault(id(value), value.detach().clone())
-        if type(value) in (tuple, list):
-            return type(value)(plain(v) for v in value)
-        return value
-
-    return tuple(plain(a) for a in call.args), {k: plain(v) for k, v in call.kwargs.items()}
+    return copy_arguments((call.args, call.kwargs), lambda tensor: tensor.detach().clone())
 
 
 @contextmanager

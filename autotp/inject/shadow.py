@@ -31,13 +31,15 @@ class Shadow:
         memo: dict[int, Any] = {}
         for name, parameter in model.named_parameters():
             kept = reduction is None or reduction.holds(name)
-            memo.setdefault(id(parameter), nn.Parameter(_stand_in(parameter, generator, kept), parameter.requires_grad))
+            memo.setdefault(id(parameter), nn.Parameter(_stand_in(name, parameter, generator, kept), parameter.requires_grad))
         computed = _compute_buffers(model)
         for name, buffer in model.named_buffers(remove_duplicate=False):
             value = computed.get(name, buffer).detach().cpu()
             memo.setdefault(id(buffer), value.double() if value.is_floating_point() else value.clone())
             if buffers_need_grad and value.is_floating_point():
                 memo[id(buffer)].requires_grad_()
+        for module in model.modules():  # what an earlier forward left on a module may hang on its graph
+            memo |= {id(v): v.detach() for v in vars(module).values() if isinstance(v, Tensor) and not v.is_leaf}
         self.model = copy.deepcopy(model, memo).eval()
         if reduction is not None:
             reduction.apply(self.model)
@@ -96,11 +98,17 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _stand_in(parameter: Tensor, generator: torch.Generator, kept: bool) -> Tensor:
+def _stand_in(name: str, parameter: Tensor, generator: torch.Generator, kept: bool) -> Tensor:
+    """Random numbers, or nothing (meta) where there are many. A bias that outweighs what it is added to could close a ReLU."""
     dtype = torch.float64 if parameter.is_floating_point() else parameter.dtype
     if not kept or (parameter.numel() > REAL_NUMEL and parameter.ndim > 1):
         return torch.empty(parameter.shape, dtype=dtype, device="meta")
-    return torch.randn(parameter.shape, generator=generator, dtype=torch.float64).mul_(0.5).to(dtype)
+    numbers = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).mul_(0.5)
+    if name.endswith("bias"):
+        numbers.mul_(0.1)
+    elif parameter.ndim == 1 and parameter.is_floating_point():
+        numbers += 0.25 * numbers.sign()
+    return numbers.to(dtype)
 
 
 def _compute_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from .record import Call, Record, Site, SiteKey, columns
 from .shadow import Shadow
 
 FINE_WIDTH = 512  # inputs up to this wide are looked at column by column
+FEW_ROWS = 16  # tables up to this high are made row by row
 FIRST_BLOCKS = 4  # blocks for each rank in a first look at a wide one
 BLOCK = 64  # wider ones in blocks of the largest power of two up to this that divides their width
 
@@ -22,8 +23,9 @@ class Tables:
         sites: every site, by key; a site stands for its calls in all records.
     """
 
-    def __init__(self, shadow: Shadow, records: Sequence[Record], seed: int = 0) -> None:
-        self.shadow, self.records = shadow, records
+    def __init__(self, shadow: Shadow, records: Sequence[Record], seed: int = 0, base: int | None = None) -> None:
+        """`base`: so many of the records are always looked at; the others where they show columns that are dead in those."""
+        self.shadow, self.records, self.base = shadow, records, len(records) if base is None else base
         self.generator = torch.Generator().manual_seed(seed)
         self.sites: dict[SiteKey, Site] = {}
         for record in records:
@@ -121,19 +123,49 @@ class Tables:
             width = self.sites[key].in_size
             rows = -(-width // block)
             made = {k: torch.zeros(rows, mask.numel(), dtype=torch.bool) for k, mask in self.reach(key).items()}
-            for record in self.records:
-                calls = record.sites[key].calls if key in record.sites else []
-                calls = [c for c in calls if c.x.requires_grad]
-                weights = [self.random_like(c.x) for c in calls]
-                for row in range(rows):
-                    grads = [
-                        mask_columns(g, c, row * block, min(width, (row + 1) * block))
-                        for g, c in zip(weights, calls, strict=True)
-                    ]
-                    found = {k: table[row] for k, table in made.items()}
-                    self._support(record, [c.x for c in calls], grads, found, made)
+            for number, record in enumerate(self.records):
+                if number < self.base or self._adds(record, key, made):
+                    self._fill(record, key, block, made)
             self._tables[key, block] = made
         return self._tables[key, block]
+
+    def _adds(self, record: Record, key: SiteKey, made: dict[SiteKey, Tensor]) -> bool:
+        """Whether in `record` some output column reaches `key` which reaches it in none that was looked at."""
+        found: dict[SiteKey, Tensor] = {}
+        inputs = [c.x for c in record.sites[key].calls] if key in record.sites else []
+        self._support(record, inputs, [self.random_like(x) for x in inputs], found, made)
+        return any(bool((mask & ~made[k].any(0)).any()) for k, mask in found.items())
+
+    def _fill(self, record: Record, key: SiteKey, block: int, made: dict[SiteKey, Tensor]) -> None:
+        """Mark one record's dependences in the table `made` of `key`, whose rows are blocks of `block` columns.
+
+        Half of the rows are looked at in one pass, once for each bit of their numbers. That tells, of an output column, in which
+        bits the rows that it reaches agree. Rows that differ in none of the other bits can then be told apart by it.
+        """
+        calls = [c for c in record.sites[key].calls if c.x.requires_grad] if key in record.sites else []
+        weights = [self.random_like(c.x) for c in calls]
+        rows = torch.arange(next(iter(made.values())).shape[0] if made else 0)
+        width = self.sites[key].in_size
+
+        def look(chosen: Tensor) -> dict[SiteKey, Tensor]:
+            at = (chosen[:, None] * block + torch.arange(block)).flatten()
+            grads = [select_columns(g, c, at[at < width]) for g, c in zip(weights, calls, strict=True)]
+            found = {k: torch.zeros(table.shape[1], dtype=torch.bool) for k, table in made.items()}
+            self._support(record, [c.x for c in calls], grads, found, made)
+            return found
+
+        common, free = _read_bits(rows, look) if len(rows) > FEW_ROWS else ({}, 0)
+        if not common:
+            for row in rows:
+                for k, mask in look(row[None]).items():
+                    made[k][row] |= mask
+            return
+        fixed = [bit for bit in range(free.bit_length()) if free >> bit & 1]
+        for part in range(2 ** len(fixed)):
+            offset = sum(1 << bit for i, bit in enumerate(fixed) if part >> i & 1)
+            for k, mask in look(rows[(rows & free) == offset]).items():
+                hit = mask.nonzero().flatten()
+                made[k][common[k][hit] + offset, hit] = True
 
     def is_structured(self, key: SiteKey) -> bool:
         """Whether some site reaches only a part of `key`'s input columns, so that `key` might be split along them."""
@@ -144,12 +176,21 @@ class Tables:
         return any(bool((table != table[:1]).any()) for table in coarse.values())
 
 
-def mask_columns(grad: Tensor, call: Call, start: int, stop: int) -> Tensor:
-    """`grad`, of the shape of a call's input, with zeros outside the Parameter's input columns `start:stop`."""
-    mask = torch.zeros(axes_shape(grad, call.x_axes), dtype=grad.dtype)
-    flat = mask.view(-1)
-    flat[max(0, start - call.x_start) : max(0, stop - call.x_start)] = 1
-    return grad * spread(mask, grad, call.x_axes)
+def _read_bits(rows: Tensor, look: Callable[[Tensor], dict[SiteKey, Tensor]]) -> tuple[dict[SiteKey, Tensor], int]:
+    """Site -> of each output column, the bits that the rows it reaches have in common; and the bits in which some differ.
+
+    No sites, if so many bits differ that looking at row after row is no dearer.
+    """
+    common: dict[SiteKey, Tensor] = {}
+    free, count = 0, (len(rows) - 1).bit_length()
+    for bit in range(count):
+        on, off = (look(rows[(rows >> bit & 1) == value]) for value in (1, 0))
+        for key, mask in on.items():
+            common[key] = common.get(key, torch.zeros(len(mask), dtype=torch.int64)) + (mask.long() << bit)
+            free |= bool((mask & off[key]).any()) << bit
+        if 2 * count + 2 ** free.bit_count() >= len(rows):
+            return {}, 0
+    return {key: numbers & ~free for key, numbers in common.items()}, free
 
 
 def select_columns(grad: Tensor, call: Call, indices: Tensor) -> Tensor:

@@ -122,3 +122,12 @@ def rewrite_conv(
 def set_conv_sizes(module: Any, shape: tuple[int, ...]) -> None:
     """Make `out_channels` and `in_channels` those of a weight of `shape`."""
     module.out_channels, module.in_channels = shape[0], shape[1] * module.groups
+
+
+def local_groups(module: Any, shard: Shard | None) -> dict[str, tuple[int, ...]]:
+    """The groups that each rank keeps of a convolution of several, cut over its output channels; {} if it is none."""
+    if not isinstance(module, CONVOLUTIONS) or module.groups == 1 or shard is None or [cut.dim for cut in shard.cuts] != [0]:
+        return {}
+    each = module.out_channels // module.groups
+    held = [shard.local_shape(rank)[0] for rank in range(shard.tp_size)]
+    return {} if any(n % each for n in held) else {"groups": tuple(n // each for n in held)}
