@@ -129,8 +129,6 @@ class Interceptor(TorchFunctionMode):
             return SMOOTH[func](*args, **kwargs)
         if func is F.batch_norm:
             return _batch_norm(*args, **kwargs)
-        if func in _CONVOLUTIONS and (made := _depthwise(*args, **kwargs)) is not None:
-            return made
         if (isinstance(func, types.FunctionType) and "has_torch_function" in func.__code__.co_names) or func in _COMPOSITES:
             return _open(func, self)(*args, **kwargs)
         view = self._view(func, args, kwargs)
@@ -393,7 +391,8 @@ def _batch_norm(x, running_mean, running_var, weight=None, bias=None, training=F
 def _depthwise(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
     """A convolution of each channel by itself as arithmetic, which float64 has no fast kernel for; None for any other."""
     dims = weight.ndim - 2
-    if groups < 2 or x.shape[1] != groups or weight.shape[0] != groups or weight.shape[1] != 1 or isinstance(padding, str):
+    alone = x.ndim == weight.ndim and tuple(weight.shape[:2]) == (groups, 1) and x.shape[1] == groups
+    if groups < 2 or not alone or isinstance(padding, str):
         return None
     steps, pads, gaps = (([v] * dims if isinstance(v, int) else list(v) * (dims // len(v))) for v in (stride, padding, dilation))
     y = F.pad(x, [p for pad in reversed(pads) for p in (pad, pad)])
