@@ -61,7 +61,8 @@ def _plan_alike(model: nn.Module, planned: ModulePlan, owner: str, leaf: str) ->
         shards = {"weight": shard}
         if module.bias is not None:
             shards["bias"] = Shard(tuple(module.bias.shape), shard.tp_size, shard.cuts)
-        return ModulePlan(owner, "colwise_gather_output", shards, source=planned.source, why="vocabulary")
+        own = f"{owner}:vocabulary"  # it enters its input, as every layer whose columns are split
+        return ModulePlan(owner, "colwise_gather_output", shards, siblings=own, source=planned.source, why="vocabulary")
     return None
 
 

@@ -219,6 +219,8 @@ def _deal(
         found.rows[row] = [mask.nonzero().flatten() for mask in spread]
     for col, table in joined.items():
         found.cols[col] = [table[mask].any(0).nonzero().flatten() for mask in held]
+        if not all(len(own) for own in found.cols[col]):  # an empty layer would take no part in the ranks' collectives
+            return Refusal(seed, "too few units", f"some rank would hold no column of {col[0]}")
     if left_out:
         found.notes.append(f"{len(left_out)} class(es) of columns are held by several ranks")
     return found

@@ -20,7 +20,6 @@ from ..layers.embedding import (
     VocabParallelEmbedding,
     VocabParallelHead,
     check_embedding,
-    set_local_sizes,
 )
 from ..layers.linear import (
     Conv1DAllreduce,
@@ -171,7 +170,6 @@ def install_head(module: Any, entry: ModulePlan, group: TPGroup, shared: Shared)
     refuse_copies(entry)
     insert_class(module, VocabParallelHead)
     prepare(module, group, entry.shards, entry.name)
-    set_local_sizes(module)
 
 
 def install_embedding(module: Any, entry: ModulePlan, group: TPGroup, shared: Shared) -> None:
@@ -187,7 +185,8 @@ def install_embedding(module: Any, entry: ModulePlan, group: TPGroup, shared: Sh
         refuse_copies(entry)
     insert_class(module, EMBEDDINGS[entry.style])
     prepare(module, group, entry.shards, entry.name)
-    set_local_sizes(module)
+    if entry.style == "embedding_colwise_local":
+        module.embedding_dim = entry.shards["weight"].local_shape(group.tp_rank)[1]
 
 
 def install_matmul(module: Any, entry: ModulePlan, group: TPGroup, shared: Shared) -> None:
@@ -212,6 +211,7 @@ def install_matmul(module: Any, entry: ModulePlan, group: TPGroup, shared: Share
         state["siblings"] = shared[entry.siblings] if entry.siblings else None
     if alone:
         state["gather_output" if role == COLUMN else "split_input"] = True
+        set_sizes(module, entry.shards["weight"].shape)  # it takes and returns whole columns
     if entry.columns:  # what the ranks have summed enters again (Mamba's x_proj)
         insert_class(module, EnteringLinear)
         state["columns"] = entry.columns
@@ -243,18 +243,24 @@ def install_shards(module: Any, entry: ModulePlan, group: TPGroup, shared: Share
         prepare(module, group, entry.shards, entry.name)
 
 
+def set_sizes(module: Any, shape: tuple[int, ...]) -> None:
+    """Make the sizes that a linear, convolution or embedding shows those of a weight of `shape`."""
+    if isinstance(module, nn.Embedding):
+        module.num_embeddings, module.embedding_dim = shape
+    elif isinstance(module, CONVOLUTIONS):
+        set_conv_sizes(module, shape)
+    else:
+        set_linear_sizes(module, shape)
+
+
 # -- and back -----------------------------------------------------------------------------------------------------------
 
 
 def make_plain(module: Any) -> None:
     """Give a rewritten module its own class and sizes back; its data must be whole already."""
     weight = module.shards.get("weight")
-    if weight is not None and isinstance(module, nn.Embedding):
-        module.num_embeddings, module.embedding_dim = weight.shape
-    elif weight is not None and isinstance(module, ParallelLinear | VocabParallelHead):
-        set_linear_sizes(module, weight.shape)
-    elif weight is not None and isinstance(module, ParallelConv):
-        set_conv_sizes(module, weight.shape)
+    if weight is not None:
+        set_sizes(module, weight.shape)
     linear = isinstance(module, ParallelLinear | VocabParallelHead | EnteringLinear | ParallelConv)
     for key in STATE + LINEAR_STATE if linear else STATE:
         module.__dict__.pop(key, None)

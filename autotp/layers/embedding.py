@@ -58,15 +58,6 @@ def vocab_range(shard: Shard, rank: int, name: str = "this embedding") -> tuple[
     return start, start + length * count
 
 
-def set_local_sizes(module: Any) -> None:
-    """Make `num_embeddings` and `embedding_dim`, or `in_features` and `out_features`, what this rank's weight holds."""
-    rows, columns = module.shards["weight"].local_shape(module.tp.tp_rank)
-    if isinstance(module, nn.Embedding):
-        module.num_embeddings, module.embedding_dim = rows, columns
-    else:
-        module.out_features, module.in_features = rows, columns
-
-
 def read_local_weight(module: Any) -> Tensor:
     """This rank's `module.weight`.
 

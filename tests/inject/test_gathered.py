@@ -48,6 +48,36 @@ class Shared(nn.Module):
         return x
 
 
+class TiedHead(nn.Module):
+    """A model that names its embedding but not its head, a plain linear with the embedding's weight."""
+
+    def __init__(self, width=12, vocab=23):
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(vocab, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, vocab)
+        self.head.weight = self.embed.weight
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def forward(self, x):
+        ids = x[..., 0].abs().mul(100).long() % self.embed.num_embeddings
+        return self.head(self.mix(self.embed(ids) + x).softmax(-1))
+
+
+class Halves(nn.Module):
+    """Two columns of units side by side: dealt in order, each rank would hold all of one and none of the other."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.left, self.right = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        both = torch.cat([self.left(x), self.right(x.roll(1, 0))], -1)
+        return self.down(both.unflatten(-1, (2, -1)).softmax(-1).flatten(-2))
+
+
 def check_model(group, cls, shape):
     """Styles by module name, after outputs, gradients and gathered weights were compared with the unsharded model's."""
     torch.manual_seed(0)
@@ -103,3 +133,14 @@ def test_tied_modules_are_split_alike(ranks):
     styles = ranks.run(check_model, Shared, (2, 5, 16))[0]
     expected = {f"blocks.{block}.{layer}": style for block in (0, 1) for layer, style in ((1, "colwise"), (3, "rowwise"))}
     assert styles == expected
+
+
+def test_a_head_that_the_model_does_not_name_enters_its_input(ranks):
+    styles = ranks.run(check_model, TiedHead, (2, 5, 12))[0]
+    assert (styles["embed"], styles["head"]) == ("embedding_rowwise", STYLE)
+
+
+def test_no_rank_is_left_without_columns(ranks):
+    plan = autotp.make_plan(Halves(), 2, inputs={"x": torch.randn(2, 5, 16)})
+    assert all(shard.local_numel(rank) for shard in plan.shards.values() for rank in range(2))
+    ranks.run(check_model, Halves, (2, 5, 16))

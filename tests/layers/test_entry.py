@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from autotp.comm import resolve_group
 from autotp.errors import AutoTPError, PlanError
 from autotp.layers.base import insert_class, plain_class
-from autotp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, set_local_sizes
+from autotp.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from autotp.layers.entry import SHARDED_LOSS, ShardedLoss, check_logits_path, install_entry, remove_entry
 from autotp.shard import Shard
 
@@ -43,7 +43,6 @@ def shard_vocabulary(model, group, **options):
         if module.weight not in done:
             done.add(module.weight)
             module.weight.data = module.shards["weight"].split(module.weight.data, group.tp_rank).clone()
-        set_local_sizes(module)
     install_entry(model, group, "lm_head", options.pop("loss", SHARDED_LOSS), **options)
     return model
 
