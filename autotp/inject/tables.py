@@ -177,7 +177,7 @@ class Tables:
 
 
 def _read_bits(rows: Tensor, look: Callable[[Tensor], dict[SiteKey, Tensor]]) -> tuple[dict[SiteKey, Tensor], int]:
-    """Site -> of each output column, the bits that the rows it reaches have in common; and the bits in which some differ, as a set.
+    """Site -> of each output column, the bits that the rows it reaches have in common; and the bits in which some differ.
 
     No sites, if so many bits differ that looking at row after row is no dearer.
     """
