@@ -154,15 +154,22 @@ def rounding(model: nn.Module, calls: list[dict[str, Any]], grads: dict[str, Ten
     """How far rounding alone may move each gradient: `MARGIN` times what lies between float32's and float64's.
 
     Where float64's gradient is smaller than that difference, float32's is noise alone, and another order of summing makes
-    other noise: of as much as float32's last bit of the largest gradient. Never more than 4e-5 of the largest.
+    other noise: of as much as float32's last bit of the largest gradient. Never more than 4e-5 of the largest. A model
+    that names float32 somewhere does not run in float64, or to no numbers: a change of each last bit stands in for it.
     """
     largest = max(g.abs().max().item() for g in grads.values())
     last_bit = torch.finfo(torch.float32).eps * largest
+    other = copy.deepcopy(model).double()
     try:
-        exact = gradients(copy.deepcopy(model).double(), calls)[1]
-        found = {n: ((grads[n] - exact[n]).abs().max().item(), exact[n].abs().max().item()) for n in grads}
-    except Exception:  # a model that names float32 somewhere does not run in float64
-        return dict.fromkeys(grads, MARGIN * last_bit)
+        exact = gradients(other, calls)[1]
+        assert all(bool(g.isfinite().all()) for g in exact.values())
+    except Exception:
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(1 + torch.finfo(torch.float32).eps * (torch.rand_like(parameter) - 0.5))
+        exact = gradients(other, calls)[1]
+    found = {n: ((grads[n] - exact[n]).abs().max().item(), exact[n].abs().max().item()) for n in grads}
     noise = {n: max(apart, last_bit) if size <= apart else apart for n, (apart, size) in found.items()}
     return {n: min(MARGIN * value, 4e-5 * largest) for n, value in noise.items()}
 

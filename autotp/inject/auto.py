@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError, ProofError
-from .discover import Discovery, class_of, find_shared_maps, move_name
+from .callsites import ShapeFix
+from .discover import Discovery, class_of, find_grouped_maps, find_shared_maps, move_name
 from .examples import make_examples
+from .gathered import plan_gathered
 from .norms import find_norms
 from .placement import Placement
 from .plan import ModulePlan, NormPlan, Plan, Region
@@ -21,13 +24,13 @@ from .prove import Reference, make_reference, prove
 from .record import Record, Recorder
 from .reduce import Reduction, find_reduction
 from .regions import FoundRegion
-from .search import MAX_SECONDS, Search
+from .search import Found, Search
 from .shadow import Shadow
 
 SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: no plan may hold for one shape alone
 WIDE_SHAPES = ((2, 5), (3, 4))  # the same for models of more than WIDE parameters, whose activations take the memory
 WIDE = 10**9
-SEARCH_SECONDS = 40.0  # for the attribute edits of a whole model; a class that needs some finds them in one or two
+SEARCH_SECONDS = 60.0  # for searches that find nothing in a whole model; after half of it each gets less
 
 Assemble = Callable[[dict[str, ModulePlan], tuple[Region, ...], dict[str, str]], Plan]
 Rewrite = Callable[[nn.Module, Plan, TPGroup], None]
@@ -119,18 +122,23 @@ def widen(value: Any) -> Any:
 
 
 class Planner:
-    """Puts regions together into a plan and proves it; a region that does not run gets attribute edits, or is left out."""
+    """Puts regions together into a plan and proves it; a region that does not run gets edits and fixes, or is left out."""
 
-    def __init__(self, runs: Runs, tp_size: int, blocked: set[str], assemble: Assemble, rewrite: Rewrite) -> None:
+    def __init__(
+        self, runs: Runs, tp_size: int, blocked: set[str], sizes: Mapping[str, int], assemble: Assemble, rewrite: Rewrite
+    ) -> None:
+        """`blocked`: Parameters that follow rules of their own; `sizes`: parameters of the whole model by folded name."""
         self.discovery = Discovery(runs.shadow, runs.records, tp_size, blocked)
         self.placement = Placement(self.discovery.tables, tp_size)
-        self.tp_size, self.blocked = tp_size, blocked
+        self.tp_size, self.blocked, self.sizes = tp_size, blocked, sizes
+        self.gathered: dict[str, ModulePlan] = {}
         self.runs, self.assemble, self.rewrite = runs, assemble, rewrite
         self.norms: dict[str, NormPlan] = {}
         self.references = runs.references()
         self.reasons: dict[str, str] = {}
         self.seconds_left = SEARCH_SECONDS
         self.edits: dict[str, dict[str, tuple[Any, ...]]] = {}  # module -> attribute -> values
+        self.fixes: dict[str, tuple[ShapeFix, ...]] = {}
 
     def plan(self) -> Plan:
         """The plan of all regions that prove."""
@@ -144,7 +152,8 @@ class Planner:
             self.discovery = Discovery(self.runs.shadow, [*base, *more], self.tp_size, self.blocked, len(base))
             self.placement = Placement(self.discovery.tables, self.tp_size, self.norms)
             self.discovery.choose()
-        kept = self._prove_all()
+        kept = self._prove_with_groups(self._prove_all())
+        self._gather_rest(kept)
         for seed, refusal in self.discovery.refused.items():
             self.reasons.setdefault(seed[0], str(refusal))
         for region in self.discovery.skipped:
@@ -170,12 +179,38 @@ class Planner:
         if not names:
             return
         shadow.transparent |= names
-        records = [self._record(call, number, self.norms) for number, call in enumerate(self.runs.calls)]
-        other = Discovery(shadow, records, self.tp_size, self.blocked)
-        other.choose()
+        other = self._discover_again()
         if other.split <= self.discovery.split:
             shadow.transparent -= names
-            return
+        else:
+            self._take(other)
+
+    def _prove_with_groups(self, kept: list[FoundRegion]) -> list[FoundRegion]:
+        """Again with maps of single heads that are in no proved region seen as plain Parameters; kept if more proves that way."""
+        shadow, split = self.runs.shadow, {key[0] for region in kept for key in region.sites}
+        names = find_grouped_maps(self.discovery.tables) - split
+        if not names:
+            return kept
+        before = {name: copy.copy(value) for name, value in vars(self).items()}
+        records, weight = self.runs.records, sum(map(self.discovery.weigh, kept))
+        shadow.transparent |= names
+        self._take(self._discover_again())
+        self.edits, self.fixes, self.reasons = {}, {}, {}
+        found = self._prove_all()
+        if sum(map(self.discovery.weigh, found)) > weight:
+            return found
+        shadow.transparent -= names
+        vars(self).update(before)
+        self.runs.records = records
+        return kept
+
+    def _discover_again(self) -> Discovery:
+        records = [self._record(call, number, self.norms) for number, call in enumerate(self.runs.calls)]
+        other = Discovery(self.runs.shadow, records, self.tp_size, self.blocked)
+        other.choose()
+        return other
+
+    def _take(self, other: Discovery) -> None:
         self.discovery, self.placement = other, Placement(other.tables, self.tp_size, self.norms)
         self.runs.records = [self._record(call, number) for number, call in enumerate(self.runs.calls)]
         self.references = self.runs.references()
@@ -192,9 +227,11 @@ class Planner:
             PlanError: no plan can say it.
         """
         modules, listed = self.placement.place(regions)
-        for name, attrs in self.edits.items():
+        modules |= self.gathered
+        for name in dict.fromkeys([*self.edits, *self.fixes]):
             base = modules.get(name, ModulePlan(name, "local_params", source="discovered"))
-            modules[name] = replace(base, attrs={**base.attrs, **attrs})
+            attrs = {**base.attrs, **self.edits.get(name, {})}
+            modules[name] = replace(base, attrs=attrs, fixes=self.fixes.get(name, ()))
         if whole:
             modules, listed = self.runs.reduction.expand(modules, listed)
         return self.assemble(modules, listed, self.reasons)
@@ -207,6 +244,21 @@ class Planner:
         """
         plan = self.build(regions)
         prove(self.runs.shadow, plan, self.references, self.rewrite)
+
+    def _gather_rest(self, kept: Sequence[FoundRegion]) -> None:
+        """Split what no region takes by its columns, where that proves and is worth it."""
+        classes = plan_gathered(self.placement, self.placement.place(kept)[0], self.blocked, self.sizes)
+        together = {name: plan for plans in classes for name, plan in plans.items()}
+        for plans in [together, *classes] if len(classes) > 1 else classes:
+            if all(name in self.gathered for name in plans):
+                continue
+            before = self.gathered
+            self.gathered = {**before, **plans}
+            try:
+                self.attempt(kept)
+            except (ProofError, PlanError) as error:
+                self.gathered = before
+                self.reasons |= {f"{name}.weight": f"not proved: {error}" for name in plans}
 
     def _prove_all(self) -> list[FoundRegion]:
         """All regions together if they prove; otherwise one class of them after the other, what fails being left out."""
@@ -238,41 +290,53 @@ class Planner:
                 return kept
         if len(classes) == 1:  # layers of one name that do different things
             classes = [[region] for region in regions]
-        half, edits = len(classes) // 2, {name: dict(attrs) for name, attrs in self.edits.items()}
+        half, before = len(classes) // 2, (dict(self.edits), dict(self.fixes))
         first = self._prove_half(kept, classes[:half])
-        fine = len(first) == len(kept) + sum(map(len, classes[:half])) and edits == self.edits  # so the other half is at fault
+        fine = len(first) == len(kept) + sum(map(len, classes[:half])) and before == (self.edits, self.fixes)
         return self._prove_half(first, classes[half:], fine)
 
-    def _search(self, region: FoundRegion) -> dict[tuple[str, str], tuple[Any, ...]] | None:
-        """The attribute edits that make one region run; the later classes of a model that takes long get less time."""
-        start = time.monotonic()
-        seconds = min(MAX_SECONDS, max(1.0, self.seconds_left))
-        found = Search(self.placement, region, self.build([region]), self.references, self.rewrite, seconds).run()
-        self.seconds_left -= time.monotonic() - start
-        return found
-
     def _prove_class(self, kept: list[FoundRegion], regions: list[FoundRegion]) -> None:
-        """`regions`, alike but for their layers, proved on top of `kept`; with attribute edits if that is what it takes."""
+        """`regions`, alike but for their layers, proved on top of `kept`; with edits and fixes if that is what it takes."""
         try:
             self.attempt([*kept, *regions])
             return
         except ProofError as error:
-            found = self._search(regions[0])
-            if not found:
-                raise ProofError(f"{error}; no edit of the integers that its forward reads makes it run") from error
-        before = {name: dict(attrs) for name, attrs in self.edits.items()}
-        first = next(iter(regions[0].rows))
-        moved = [
-            (move_name(name, first[0], next(iter(region.rows))[0]), key, values)
-            for region in regions
-            for (name, key), values in found.items()
-        ]
-        if any(name not in self.placement.modules for name, _, _ in moved):
+            first = failure = error
+        scope = self.placement.scope(regions[0])
+        beside = [region for region in kept if self.placement.scope(region) == scope]  # whose edits are in place
+        plan = self.build([*beside, regions[0]])
+        patience = min(1.0, max(0.1, self.seconds_left / (SEARCH_SECONDS / 2)))
+        search = Search(self.placement, regions[0], plan, self.references, self.rewrite, patience)
+        edits, fixes, start = dict(self.edits), dict(self.fixes), time.monotonic()
+        for found in search.candidates():
+            if not any(found):
+                continue
+            try:
+                self._add(regions, found)
+                self.attempt([*kept, *regions])
+                return
+            except (ProofError, PlanError) as error:
+                self.edits, self.fixes, failure = dict(edits), dict(fixes), error
+        self.seconds_left -= time.monotonic() - start
+        if failure is not first:
+            raise failure
+        raise ProofError(f"{first}; no edit of the integers that its forward reads, or of the sizes that it writes, makes it run")
+
+    def _add(self, regions: list[FoundRegion], found: Found) -> None:
+        """Take over what was found for the first of `regions`, for all of them."""
+        seed = next(iter(regions[0].rows))[0]
+        for region in regions:
+            other = next(iter(region.rows))[0]
+            for (name, key), values in found[0].items():
+                moved = self._move(name, seed, other)
+                self.edits[moved] = self.edits.get(moved, {}) | {key: values}
+            for name, fixes in found[1].items():
+                moved = self._move(name, seed, other)
+                known = self.fixes.get(moved, ())
+                self.fixes[moved] = (*known, *(fix for fix in fixes if fix not in known))
+
+    def _move(self, name: str, seed: str, other: str) -> str:
+        moved = move_name(name, seed, other)
+        if moved not in self.placement.modules:
             raise ProofError("layers of one name are built differently")
-        for name, key, values in moved:
-            self.edits.setdefault(name, {})[key] = values
-        try:
-            self.attempt([*kept, *regions])
-        except (ProofError, PlanError):
-            self.edits = before
-            raise
+        return moved

@@ -34,7 +34,7 @@ def describe_plan(plan: Plan, rank: int) -> str:
 
 
 def describe_extras(module: ModulePlan, rank: int) -> str:
-    """What is done beside the style, in short: `sums weight; enters hidden_states; reduces output 0; num_heads=4`."""
+    """What is done beside the style, in short: `sums weight; enters hidden_states; num_heads=4; own sizes in 2 calls`."""
     said = [f"{word} {', '.join(names)}" for word, names in (("sums", module.summed), ("rank 0's", module.once)) if names]
     for entry in module.inputs:
         did = ["enters"] * entry.sums + [f"takes its part of dim {entry.dim} of"] * (entry.dim is not None)
@@ -45,6 +45,7 @@ def describe_extras(module: ModulePlan, rank: int) -> str:
     said += [f"copies of {name}" for name, shard in module.shards.items() if shard.has_copies]
     said += [f"{name}={values[rank]}" for name, values in module.attrs.items()]
     said += [f"forward {module.forward}"] if module.forward else []
+    said += [f"own sizes in {len({fix.span for fix in module.fixes})} calls"] if module.fixes else []
     return "; ".join(said)
 
 

@@ -10,6 +10,7 @@ from .regions import FoundRegion, Refusal, find_region
 from .shadow import Shadow
 from .tables import Tables
 
+MOST_FILLED = 2**23  # of weights up to this size numbers are made, so that they can be seen as plain Parameters
 WORTH = 0.25  # parameters of a region, at least, for each pair of the numbers that its all-reduces move a token
 
 
@@ -161,3 +162,8 @@ def find_shared_maps(tables: Tables) -> set[str]:
         return set()
     residual = max(sizes, key=lambda rank: sizes[rank])
     return {key[0] for key, rank in ranks.items() if rank > residual}
+
+
+def find_grouped_maps(tables: Tables) -> set[str]:
+    """Weights that are many maps, each of a part of the input: one a head, or one an expert."""
+    return {key[0] for key, site in tables.sites.items() if site.grouped and site.out_size * site.in_size <= MOST_FILLED}

@@ -22,26 +22,47 @@ def plan_edges(
 ) -> tuple[dict[str, ModulePlan], str | None]:
     """Input and output embedding, tied or not: split over the vocabulary, by one rule of their own.
 
-    An embedding that shares its weight with further modules is split if they are embeddings too, which get the same plan.
+    Further modules that hold such a weight are planned alike if they are embeddings or plain linears; otherwise it stays whole.
     """
     edges, name_out = _plan_pair(model, tp_size, specs, head, source, reasons)
-    embedding, output = _embeddings(model)
-    names = {module: name for name, module in model.named_modules()}
-    for module in (embedding, output) if source == "discovered" else ():
-        if module is None or names.get(module) not in edges:
-            continue
-        sharing = [m for m in names if getattr(m, "weight", None) is module.weight]
-        others = [m for m in sharing if names[m] not in edges]
-        if all(isinstance(m, nn.Embedding) for m in others):
-            edges |= {names[m]: _plan_embedding(m, names[m], "embedding_rowwise", tp_size, source) for m in others}
-            continue
-        for m in sharing:
-            reasons[names[m]] = "its weight is shared with modules that are no embeddings"
-            edges.pop(names[m], None)
-        if output in sharing:  # with its bias, which another module may hold
-            edges = {name: plan for name, plan in edges.items() if plan.style in styles.EMBEDDING_STYLES}
-            name_out = None
+    if source != "discovered":
+        return edges, name_out
+    holders: dict[int, list[tuple[str, str]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner, _, leaf = name.rpartition(".")
+        holders.setdefault(id(parameter), []).append((owner, leaf))
+    for name in [name for name, plan in edges.items() if "weight" in plan.shards]:
+        weight = model.get_submodule(name).weight
+        others = [holder for holder in holders[id(weight)] if holder[0] not in edges]
+        plans = [_plan_alike(model, edges[name], owner, leaf) for owner, leaf in others]
+        edges |= {plan.name: plan for plan in plans if plan is not None}
+        if None in plans:
+            for owner, _ in holders[id(weight)]:
+                edges.pop(owner, None)
+                reasons[owner] = f"one tensor with {', '.join(o for o, _ in others)}, which can't be split over the vocabulary"
+    if name_out not in edges:  # its bias, by whatever name, is whole with it
+        edges = {name: plan for name, plan in edges.items() if plan.style != "local_params"}
+        return edges, None
     return edges, name_out
+
+
+def _plan_alike(model: nn.Module, planned: ModulePlan, owner: str, leaf: str) -> ModulePlan | None:
+    """The plan of another module that holds the weight of a planned one; None if it can't be split over the vocabulary."""
+    module, shard = model.get_submodule(owner), planned.shards["weight"]
+    if leaf != "weight" or planned.style == "embedding_colwise":
+        return None
+    if isinstance(module, nn.Embedding):
+        try:
+            check_embedding(module, owner, shard)
+        except PlanError:
+            return None
+        return ModulePlan(owner, "embedding_rowwise", {"weight": shard}, source=planned.source, why="vocabulary")
+    if type(module) is nn.Linear:
+        shards = {"weight": shard}
+        if module.bias is not None:
+            shards["bias"] = Shard(tuple(module.bias.shape), shard.tp_size, shard.cuts)
+        return ModulePlan(owner, "colwise_gather_output", shards, source=planned.source, why="vocabulary")
+    return None
 
 
 def _plan_pair(

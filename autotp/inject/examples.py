@@ -113,7 +113,7 @@ class _Maker:
 
     def image_size(self) -> tuple[int, int]:
         size = self.variant.get("image_size") or _first(self.vision, "image_size", "img_size", "input_size")
-        return _pair(size if size is not None else _first(self.config, "image_size", default=32))
+        return _pair(size if size is not None else _first(self.config, "image_size", default=64))
 
     def channels(self) -> int:
         return int(_first(self.vision, "num_channels", "in_channels", "in_chans", default=3))

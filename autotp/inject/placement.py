@@ -53,6 +53,9 @@ class Placement:
         self.attention = {name for name, module in self.modules.items() if isinstance(module, nn.MultiheadAttention)}
         self.called = {name for record in tables.records for name in record.module_calls}
         self.site_parameters = {key[0] for key in tables.sites}
+        self.names: dict[int, list[str]] = defaultdict(list)  # id of a Parameter -> its names
+        for name, parameter in tables.shadow.model.named_parameters(remove_duplicate=False):
+            self.names[id(parameter)].append(name)
 
     def place(self, regions: Sequence[FoundRegion]) -> tuple[dict[str, ModulePlan], tuple[Region, ...]]:
         """Plans by module name, and the regions as a plan lists them.
@@ -109,19 +112,31 @@ class Placement:
 
     def _list(self, region: FoundRegion) -> Region:
         def names(keys: Iterable[SiteKey]) -> tuple[str, ...]:
-            owners = (key[0].rpartition(".")[0] for key in keys)
+            owners = (owner for key in keys for owner, _ in self.holders(key[0]))
             scope = self.scope(region)
             return tuple(
                 dict.fromkeys(scope if owner == f"{scope}.out_proj" and scope in self.attention else owner for owner in owners)
             )
 
-        enters = tuple((k[0].rpartition(".")[0], 0, int(m.sum())) for k, m in region.enters.items())
+        enters = tuple((owner, 0, int(m.sum())) for k, m in region.enters.items() for owner, _ in self.holders(k[0]))
         cols, rows = names(region.cols), names(region.rows)
         return Region(self.scope(region), cols, rows, tuple((c, "input") for c in cols), rows, region.units, enters)
 
     def calls(self, keys: Iterable[SiteKey]) -> list[Call]:
         """Every call of the sites, in all records."""
         return [c for record in self.tables.records for key in keys if key in record.sites for c in record.sites[key].calls]
+
+    def is_layer(self, key: SiteKey) -> bool:
+        """Whether the site is the weight of a linear, a convolution or an embedding that is called itself."""
+        owners = dict(self.holders(key[0]))
+        called = all(call.modules[-1] in owners for call in self.calls([key]))
+        return called and all(leaf == "weight" and builds_on_plain(self.modules[owner]) for owner, leaf in owners.items())
+
+    def holders(self, name: str) -> list[tuple[str, str]]:
+        """`(module, attribute)` of every module that holds a Parameter: several where it is tied. Of a buffer, its own."""
+        parameter = self.parameters.get(name)
+        names = [name] if parameter is None else self.names[id(parameter)]
+        return [(full.rpartition(".")[0], full.rpartition(".")[2]) for full in names]
 
     def scope(self, region: FoundRegion) -> str:
         """The innermost module inside whose forward all of the region's sites are called."""
@@ -147,8 +162,8 @@ class RegionPlacement:
         self.entered: set[int] = set()  # ids of tensors whose gradient is summed where they come in as arguments
 
     def place(self) -> None:
-        raw_rows = [key for key in self.region.rows if not self._is_layer(key)]
-        raw_cols = [key for key in self.region.cols if not self._is_layer(key)]
+        raw_rows = [key for key in self.region.rows if not self.placement.is_layer(key)]
+        raw_cols = [key for key in self.region.cols if not self.placement.is_layer(key)]
         if isinstance(self.placement.modules[self.scope], nn.MultiheadAttention):
             self._deal_attention()
             return
@@ -182,33 +197,29 @@ class RegionPlacement:
 
     # -- sites --------------------------------------------------------------------------------------------------------
 
-    def _is_layer(self, key: SiteKey) -> bool:
-        """Whether the site is the weight of a linear, a convolution or an embedding that is called itself."""
-        owner, _, leaf = key[0].rpartition(".")
-        module = self.placement.modules[owner]
-        called = all(call.modules[-1] == owner for call in self.placement.calls([key]))
-        return leaf == "weight" and called and builds_on_plain(module)
-
     def _cut_sites(self) -> None:
         for key, held in self.region.rows.items():
             site = self.tables.sites[key]
             self._cut(key[0], product_cut(site.shape, site.in_dims, held, key[0]))
-            if self._is_layer(key):
-                self.facets[key[0].rpartition(".")[0]].style = "rowwise"
+            if self.placement.is_layer(key):
+                self._set_style(key, "rowwise")
         for key, held in self.region.cols.items():
             site = self.tables.sites[key]
             self._cut(key[0], product_cut(site.shape, site.out_dims, held, key[0]))
             for bias in site.biases:  # as its columns, also where softmax hides it (a bias of keys)
                 self._cut(bias, Shard.from_indices((site.out_size,), 0, [h.tolist() for h in held]))
-            if self._is_layer(key):
-                style = "embedding_colwise_local" if site.kind == "embedding" else "colwise"
-                self.facets[key[0].rpartition(".")[0]].style = style
+            if self.placement.is_layer(key):
+                self._set_style(key, "embedding_colwise_local" if site.kind == "embedding" else "colwise")
 
     def _cut(self, name: str, shard: Shard) -> None:
-        owner, _, leaf = name.rpartition(".")
-        held = self.facets[owner].shards.setdefault(leaf, shard)
-        if held != shard:
-            raise PlanError(f"{name} would be cut in two ways")
+        for owner, leaf in self.placement.holders(name):
+            held = self.facets[owner].shards.setdefault(leaf, shard)
+            if held != shard:
+                raise PlanError(f"{name} would be cut in two ways")
+
+    def _set_style(self, key: SiteKey, style: str) -> None:
+        for owner, _ in self.placement.holders(key[0]):
+            self.facets[owner].style = style
 
     def _group_siblings(self, raw: Sequence[SiteKey]) -> None:
         """Column layers that read one tensor enter it together; one whose input has entered already does not."""
@@ -216,17 +227,20 @@ class RegionPlacement:
         for key in self.region.cols:
             if key in raw or self.tables.sites[key].kind == "embedding":
                 continue
-            inputs = tuple(sorted(id(call.x) for call in self.placement.calls([key])))
-            facets = self.facets[key[0].rpartition(".")[0]]
-            if not all(i in self.entered for i in inputs):
-                facets.siblings = groups.setdefault(inputs, f"{self.scope or 'model'}:{self.name}.{len(groups)}")
+            for owner, _ in self.placement.holders(key[0]):
+                inputs = tuple(sorted(id(call.x) for call in self.placement.calls([key]) if call.modules[-1] == owner))
+                if not all(i in self.entered for i in inputs):
+                    name = groups.setdefault(inputs, f"{self.scope or 'model'}:{self.name}.{len(groups)}")
+                    self.facets[owner].siblings = name
 
     # -- what a rank's columns use --------------------------------------------------------------------------------------
 
     def _pull_supports(self) -> Supports:
         """For every Parameter and buffer under the scope that is no site: per rank and dim, which indices its columns use."""
         shadow, prefix = self.tables.shadow, f"{self.scope}." if self.scope else ""
-        known = self.placement.site_parameters | {b for key in self.region.cols for b in self.tables.sites[key].biases}
+        known = set(self.placement.site_parameters)  # and biases, which follow the columns or enter with them
+        for key in (*self.region.cols, *self.region.enters):
+            known |= self.tables.sites[key].biases
         names = [n for n in shadow.parameters if n.startswith(prefix) and n not in known]
         tensors = {n: shadow.leaf(n) for n in names if not shadow.leaf(n).is_meta and shadow.leaf(n).is_floating_point()}
         tensors |= {n: b for n, b in shadow.model.named_buffers() if n.startswith(prefix) and b.requires_grad}
@@ -251,14 +265,17 @@ class RegionPlacement:
     def _cut_parameters(self) -> None:
         """Slice what the ranks use different parts of; sum the gradient of what they all use."""
         for name, per_rank in self.supports.items():
-            owner, _, leaf = name.rpartition(".")
             shape = tuple(len(mask) for mask in per_rank[0])
             dim = choose_dim(per_rank)
             if dim is not None:
                 held = [per_rank[rank][dim].nonzero().flatten().tolist() for rank in range(self.tp_size)]
                 self._cut(name, Shard.from_indices(shape, dim, held))
             elif name in self.placement.parameters:
-                self.facets[owner].summed.add(leaf)
+                self._sum(name)
+
+    def _sum(self, name: str) -> None:
+        for owner, leaf in self.placement.holders(name):
+            self.facets[owner].summed.add(leaf)
 
     # -- arguments ------------------------------------------------------------------------------------------------------
 
@@ -371,8 +388,7 @@ class RegionPlacement:
         ]
         for name, grad in zip(names, self._reached(record, target, [shadow.leaf(n) for n in names]), strict=True):
             if grad is not None:
-                module, _, leaf = name.rpartition(".")
-                self.facets[module].summed.add(leaf)
+                self._sum(name)
 
     def _reached(self, record, target: Tensor, at: list[Tensor]) -> list[Tensor | None]:
         """Gradients of `target` at the tensors `at`, None where there is nothing but zeros."""
@@ -409,9 +425,9 @@ class RegionPlacement:
         grads = self.tables.pull(record, [value], [self.tables.random_like(value)], [shadow.leaf(n) for n in names])
         for name, grad in zip(names, grads, strict=True):
             if grad is not None and bool(grad.ne(0).any()):
-                module, _, leaf = name.rpartition(".")
-                if leaf not in self.facets[module].shards:
-                    self.facets[module].once.add(leaf)
+                for holder, leaf in self.placement.holders(name):
+                    if leaf not in self.facets[holder].shards:
+                        self.facets[holder].once.add(leaf)
         for key, site in record.sites.items():
             inside = [c for c in site.calls if owner in c.modules]
             if not inside or key in self.region.sites:
@@ -429,11 +445,11 @@ class RegionPlacement:
             calls = self.placement.calls([key])
             if not all(self.scope in call.modules or not self.scope for call in calls):
                 continue  # it comes in as an argument, which enters
-            owner = key[0].rpartition(".")[0]
-            if not self._is_layer(key) or any(call.y_axes != (-1,) for call in calls):
+            if not self.placement.is_layer(key) or any(call.y_axes != (-1,) for call in calls):
                 raise PlanError(f"the output of {key[0]} enters {self.scope}, but it is no layer of its own")
-            facets = self.facets[owner]
-            facets.columns = mask.clone() if facets.columns is None else facets.columns | mask
+            for owner, _ in self.placement.holders(key[0]):
+                facets = self.facets[owner]
+                facets.columns = mask.clone() if facets.columns is None else facets.columns | mask
 
 
 def builds_on_plain(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..shard import Run, Shard
+from .callsites import ShapeFix
 from .describe import describe_plan, fold_name
 
 __all__ = ["InputPlan", "ModulePlan", "NormPlan", "Plan", "Region", "WholePlan", "fold_name"]
@@ -98,6 +99,7 @@ class ModulePlan:
             ModelOutput, 0 for a lone tensor) are partial sums that are all-reduced when the module returns.
         norm: the module is a norm over a dealt width, and its forward is replaced.
         forward: name of a replacement forward registered elsewhere; reserved.
+        fixes: calls in the module's own forward, and in what that calls, which write or take another size on each rank.
     """
 
     name: str
@@ -118,6 +120,7 @@ class ModulePlan:
     outputs: tuple[int, ...] = ()
     norm: NormPlan | None = None
     forward: str | None = None
+    fixes: tuple[ShapeFix, ...] = ()
 
     def __post_init__(self) -> None:
         # Lists would come back from JSON as tuples: one spelling, so that plans compare equal.
@@ -229,7 +232,8 @@ class Plan:
         data = asdict(replace(self, modules=()))
         data["modules"] = []
         for module in self.modules:
-            entry = asdict(replace(module, shards={}))
+            entry = asdict(replace(module, shards={}, fixes=()))
+            entry["fixes"] = [fix.to_json() for fix in module.fixes]
             entry["shards"] = {name: shard.to_json() for name, shard in module.shards.items()}
             data["modules"].append(entry)
         return json.dumps(data, indent=indent)
@@ -250,9 +254,9 @@ class Plan:
                 inputs = tuple(InputPlan(**{k: _tuples(v) for k, v in one.items()}) for one in entry.pop("inputs"))
                 norm = entry.pop("norm")
                 norm = None if norm is None else NormPlan(**norm)
-                modules.append(
-                    ModulePlan(**{k: _tuples(v) for k, v in entry.items()}, shards=shards, attrs=attrs, inputs=inputs, norm=norm)
-                )
+                fixes = tuple(ShapeFix.from_json(fix) for fix in entry.pop("fixes", ()))
+                own = {"shards": shards, "attrs": attrs, "inputs": inputs, "norm": norm, "fixes": fixes}
+                modules.append(ModulePlan(**{k: _tuples(v) for k, v in entry.items()}, **own))
             regions = tuple(Region(**{k: _tuples(v) for k, v in entry.items()}) for entry in data["regions"])
             whole = tuple(WholePlan(**entry) for entry in data["whole"])
             rest = {k: _tuples(v) for k, v in data.items() if k not in ("modules", "regions", "whole")}

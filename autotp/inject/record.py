@@ -55,7 +55,7 @@ class Site:
     """A Parameter as a linear map: `in_dims` of it are contracted, `out_dims` become output columns.
 
     `readable` is False where the weight is no plain view of the Parameter: it is cut, but can take no role. `biases` are
-    Parameters that its calls add, one number a column.
+    Parameters that its calls add, one number a column. `grouped`: the weight is many maps, each of a part of the input.
     """
 
     key: SiteKey
@@ -64,6 +64,7 @@ class Site:
     kind: str
     readable: bool = True
     biases: set[str] = field(default_factory=set)
+    grouped: bool = False
     calls: list[Call] = field(default_factory=list)
 
     @property
@@ -192,6 +193,8 @@ class Recorder:
         bias = self.shadow.find(op.bias)
         if bias is not None and self.shadow.parameters[bias].shape == (site.out_size,):
             site.biases.add(bias)
+        rest = [n for d, n in enumerate(op.weight.shape) if d not in op.w_in and d not in op.w_out]
+        site.grouped |= bool(op.w_in) and max(rest, default=1) > 1
         shape = output_shape(func, args, kwargs)
         y = torch.randn(shape, generator=self.generator, dtype=torch.float64).requires_grad_()
         starts = (inside.start if inside else 0, out.start if out else 0)
@@ -252,9 +255,13 @@ class Recorder:
 def keep_state(model: nn.Module) -> Iterator[None]:
     """What a forward stores on the modules (caches, states) is gone afterwards."""
     before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    kept = [(value, dict(value)) for _, own, _ in before for key, value in own.items() if type(value) is dict and key[:1] != "_"]
     try:
         yield
     finally:
+        for value, items in kept:  # caches by key
+            value.clear()
+            value.update(items)
         for module, attributes, buffers in before:
             for key in set(vars(module)) - set(attributes):
                 del module.__dict__[key]

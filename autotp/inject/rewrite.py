@@ -19,6 +19,7 @@ from ..layers.base import check_usable, find_group, index_parameters, mark_broke
 from ..layers.entry import install_entry, remove_entry
 from ..layers.guards import install_guards, mark_model, unmark_model
 from .attributes import restore_attributes
+from .callsites import remove_fixes
 from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_unbuilt, with_attrs
 from .load import build_empty, find_checkpoint
 from .plan import Plan
@@ -148,6 +149,7 @@ def unshard(model: nn.Module) -> nn.Module:
         raise
     for module in model.modules():
         restore_attributes(module)
+        remove_fixes(module)
     model.__dict__.pop("autotp_plan", None)
     return model
 

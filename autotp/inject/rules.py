@@ -117,8 +117,9 @@ def _discover(model: nn.Module, tp_size: int, head: str, inputs: Any) -> Plan:
 
     if runs is None:
         return assemble({}, (), {})
+    rest = (tp_size, edge_parameters(model), count_parameters(model), assemble, rewrite_modules)
     try:
-        planner = Planner(runs, tp_size, edge_parameters(model), assemble, rewrite_modules)
+        planner = Planner(runs, *rest)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         why = f"its backward does not run in evaluation: {' '.join(str(error).split())[:120]}"
         return replace(assemble({}, (), {"": why}), proof=f"not proved: {why}")
@@ -128,9 +129,18 @@ def _discover(model: nn.Module, tp_size: int, head: str, inputs: Any) -> Plan:
         try:
             prove(every.shadow, made, every.references(), rewrite_modules)
         except (ProofError, PlanError):
-            made = Planner(every, tp_size, edge_parameters(model), assemble, rewrite_modules).plan()
+            made = Planner(every, *rest).plan()
     check_ties(model, made)
     return made
+
+
+def count_parameters(model: nn.Module) -> dict[str, int]:
+    """Numbers of parameters by folded name: all layers of one name together."""
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        folded = styles.fold_name(name)
+        found[folded] = found.get(folded, 0) + parameter.numel()
+    return found
 
 
 def _prove_given(model: nn.Module, plan: Plan, inputs: Any) -> Plan:

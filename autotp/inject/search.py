@@ -2,7 +2,8 @@
 
 The module that holds a region runs alone, on the arguments that the whole model gave it. Which integers it reads is noted
 in one run; each is offered the values that its size has on the rank (a width, a number of heads, a ratio of two). A trial
-that fails later than the one before is a step in the right direction.
+that fails later than the one before is a step in the right direction. Where integers alone don't do it, calls are given the
+sizes that the whole run says (`shaperule`), alone and together with integers.
 """
 
 from __future__ import annotations
@@ -16,23 +17,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import PlanError
 from .arguments import copy_arguments
 from .attributes import restore_attributes, set_attributes
+from .callsites import ShapeFix
 from .placement import Placement
 from .plan import Plan, fold_name
 from .prove import RankRun, Reference, Rewrite, cut_shadow, without_edges
 from .record import Interceptor, ModuleCall, SiteKey, columns, keep_state, running
 from .regions import FoundRegion, _classes, _patterns
+from .shaperule import LocalRun, Noted, Seen, WholeRun, make_fixes
+from .shaperule import Place as CallPlace
+from .sites import Operands
 from .threads import SoloGroup
 
 Place = tuple[str, str]  # a module's name, its layer numbers as "*", and an attribute
 Edits = dict[Place, tuple[Any, ...]]  # its value on each rank
+Fixes = dict[str, tuple[ShapeFix, ...]]  # by module name
+Found = tuple[dict[tuple[str, str], tuple[Any, ...]], Fixes]  # edits by full module name and attribute, and fixes
 MAX_TRIALS = 1500
-MAX_SECONDS = 20.0
+FIRST_SECONDS = 5.0  # for integers alone, then with fixes, then for integers alone again
+FIXING_SECONDS = 8.0
+LAST_SECONDS = 12.0
 
 
 class Search:
-    """The attribute edits that let one region's module run on every rank."""
+    """The attribute edits, and fixes of call sites, that let one region's module run on every rank."""
 
     def __init__(
         self,
@@ -41,8 +51,9 @@ class Search:
         plan: Plan,
         references: Sequence[Reference],
         rewrite: Rewrite,
-        seconds: float = MAX_SECONDS,
+        patience: float = 1.0,
     ) -> None:
+        """`patience`: part of the usual time that may be taken."""
         self.tables, self.region, self.tp_size = placement.tables, region, plan.tp_size
         self.scope = placement.scope(region)
         self.references = references
@@ -53,43 +64,71 @@ class Search:
         for rank, local in enumerate(self.locals):
             rewrite(local.model, self.inner, SoloGroup(rank, plan.tp_size))
         self.sites = {key[0] for key in placement.tables.sites}
-        self.trials, self.end = 0, time.monotonic() + seconds
+        self.fixing, self.notes, self.fixes, self.patience = False, [], {}, patience
 
-    def run(self) -> dict[tuple[str, str], tuple[Any, ...]] | None:
-        """The smallest set found, by full module name and attribute, or None."""
+    def candidates(self) -> Iterator[Found]:
+        """What lets the module run, the plainest first: edits, fixes with or without edits, edits by a longer search."""
         while self._progress({}) is None and self.scope:  # the fault lies in what calls it
             self.scope = self.scope.rpartition(".")[0]
         offers = self._offers()
-        found = self._climb(offers)
-        if found is None:
-            return None
-        for place in list(found):  # drop what is not needed
+        plain = self._climb(offers)
+        found = self._first(plain, FIRST_SECONDS)
+        if found is not None:
+            yield self._finish(found)
+        self.fixing, self.notes = True, self._note_all()
+        fixed = self._first(self._climb(offers), FIXING_SECONDS)
+        if fixed is not None:
+            yield self._finish(fixed)
+        self.fixing = False
+        if found is None and (found := self._first(plain, LAST_SECONDS)) is not None:
+            yield self._finish(found)
+
+    def _first(self, climb: Iterator[Edits | None], seconds: float) -> Edits | None:
+        """The first edits that `climb` finds in a time; it can be gone on with."""
+        start = time.monotonic()
+        for trials, found in enumerate(climb):
+            if found is not None:
+                return found
+            if trials >= MAX_TRIALS or time.monotonic() - start > seconds * self.patience:
+                break
+        return None
+
+    def _finish(self, found: Edits) -> Found:
+        """`found` less what is not needed, in full, with its fixes."""
+        for place in list(found):
             fewer = {k: v for k, v in found.items() if k != place}
             if self._progress(fewer) is None:
                 found = fewer
-        return {(module, place[1]): values for place, values in found.items() for module in self.modules_of[place]}
+        self._progress(found)  # the last one tried leaves its fixes
+        edits = {(module, place[1]): values for place, values in found.items() for module in self.modules_of[place]}
+        return edits, dict(self.fixes) if self.fixing else {}
 
     # -- trials ---------------------------------------------------------------------------------------------------------
 
     def _progress(self, edits: Edits) -> int | None:
         """None if every rank runs and sees what it should; otherwise how far the first one that fails gets."""
         reached = 0
+        runs: list[list[dict[tuple[CallPlace, int], Seen]]] = [[] for _ in range(self.tp_size)]
         for rank in range(self.tp_size):
-            for reference in self.references:
-                self.trials += 1
-                failed = self._try_rank(rank, reference, edits)
+            for number in range(len(self.references)):
+                failed = self._try_rank(rank, number, edits, runs[rank])
                 if failed is not None:
                     return reached + failed
                 reached += 1_000_000
+        try:
+            self.fixes = make_fixes(runs)
+        except PlanError:
+            return reached
         return None
 
-    def _try_rank(self, rank: int, reference: Reference, edits: Edits) -> int | None:
+    def _try_rank(self, rank: int, number: int, edits: Edits, seen: list[dict[tuple[CallPlace, int], Seen]]) -> int | None:
+        reference = self.references[number]
         local = self.locals[rank]
         calls = reference.record.module_calls.get(self.scope, [])
         if not calls:
             return None
         run = RankRun(reference, local, self.inner.shards, rank, [1.0] * self.tp_size, self.values)
-        counter = Counting(local, run.respond)
+        counter = LocalRun(local, run.respond, self.notes[number]) if self.fixing else Counting(local, run.respond)
         by_module: dict[str, dict[str, tuple[Any, ...]]] = {}
         for place, values in edits.items():
             for module in self.modules_of[place]:
@@ -106,41 +145,36 @@ class Search:
         except Exception as error:  # whatever a wrong number leads to: this set does not run
             self.last = str(error)[:100]
             return counter.count
+        else:
+            seen.append(counter.seen if isinstance(counter, LocalRun) else {})
         finally:
             for module in edited:
                 restore_attributes(module)
         return None
 
-    def _climb(self, offers: dict[Place, list[tuple[Any, ...]]]) -> Edits | None:
-        """The likeliest sets first; then one edit more at a time, from the set that got furthest."""
+    def _climb(self, offers: dict[Place, list[tuple[Any, ...]]]) -> Iterator[Edits | None]:
+        """After each trial the edits, or None: the likeliest sets first; then one edit more, from the set that got furthest."""
         first = {place: values[0] for place, values in offers.items()}
         exact = {place: values[0] for place, values in offers.items() if len(set(self._sizes.get(self.reads[place], []))) > 0}
-        starts: list[Edits] = [{}, exact, first]
         heap: list[tuple[int, int, int, Edits]] = []
         seen: set[frozenset] = set()
 
-        def visit(edits: Edits) -> bool:
-            """Whether `edits` do it; if not they are kept for later, the further they get the sooner."""
-            key = frozenset(edits.items())
-            if key in seen:
-                return False
-            seen.add(key)
+        def visit(edits: Edits) -> Edits | None:
+            """`edits` if they do it; if not they are kept for later, the further they get the sooner."""
+            seen.add(frozenset(edits.items()))
             reached = self._progress(edits)
             if reached is not None:
                 heapq.heappush(heap, (-reached, len(edits), len(seen), edits))
-            return reached is None
+            return edits if reached is None else None
 
-        for edits in starts:
-            if visit(edits):
-                return edits
-        while heap and not self._spent():
+        for edits in ({}, exact, first):
+            if frozenset(edits.items()) not in seen:
+                yield visit(edits)
+        while heap:
             base = heapq.heappop(heap)[3]
             for edits in self._neighbours(base, offers):
-                if self._spent():
-                    return None
-                if visit(edits):
-                    return edits
-        return None
+                if frozenset(edits.items()) not in seen:
+                    yield visit(edits)
 
     def _neighbours(self, base: Edits, offers: dict[Place, list[tuple[Any, ...]]]) -> Iterator[Edits]:
         """Sets that differ from `base` in one edit."""
@@ -150,9 +184,6 @@ class Search:
             for value in values:
                 if base.get(place) != value:
                     yield {**base, place: value}
-
-    def _spent(self) -> bool:
-        return self.trials > MAX_TRIALS * self.tp_size or time.monotonic() > self.end
 
     # -- what may be edited, and to what --------------------------------------------------------------------------------
 
@@ -239,6 +270,41 @@ class Search:
                 self.tables.shadow.model.get_submodule(self.scope)(*args, **kwargs)
         del scope
         return {place: value for place, value in seen.items() if f"{place[0]}.weight" not in self.sites}
+
+    def _note_all(self) -> list[dict[tuple[CallPlace, int], Noted]]:
+        """The shapes and values in the whole module's run, for each reference."""
+        runs = [self._note(reference) for reference in self.references]
+        alive = {key for _, found in runs for key, _, hit in found if hit}
+        for watch, found in runs:
+            watch.mark_unproved([leaf for key, leaf, _ in found if key not in alive])
+        return [watch.notes for watch, _ in runs]
+
+    def _note(self, reference: Reference) -> tuple[WholeRun, list[tuple[SiteKey, Tensor, bool]]]:
+        """One whole run, and the sites that the region's rows depend on: the output, and whether its gradient is not zero."""
+        shadow, inputs = self.tables.shadow, []
+        whole = RankRun(reference, shadow, {}, 0, [1.0])
+
+        def respond(op: Operands, name: str, *call: Any) -> Tensor:
+            if any(name == key[0] for key in self.region.rows) and op.x.requires_grad:
+                inputs.append(op.x)
+            return whole.respond(op, name, *call)
+
+        watch = WholeRun(shadow, respond)
+        for call in reference.record.module_calls.get(self.scope, [])[:1]:
+            args, kwargs = _detached(call)
+            with keep_state(shadow.model), running(), watch:
+                shadow.model.get_submodule(self.scope)(*args, **kwargs)
+        if not inputs:
+            return watch, []
+        leaves = [leaf for _, leaf in whole.leaves]
+        sums = [self.tables.random_like(x) for x in inputs]
+        grads = torch.autograd.grad(inputs, leaves, sums, retain_graph=True, allow_unused=True)
+        found = [
+            (reference.record.order[index][0], leaf, bool(grad.ne(0).any()))
+            for (index, leaf), grad in zip(whole.leaves, grads, strict=True)
+            if grad is not None
+        ]
+        return watch, found
 
 
 class Counting(Interceptor):

@@ -40,6 +40,7 @@ from ..layers.region import Border, Entry, install_region
 from ..layers.siblings import SiblingInput
 from . import plan as styles
 from .attributes import set_attributes
+from .callsites import apply_fixes, remove_fixes
 from .plan import ModulePlan, Plan
 
 Shared = Mapping[str, SiblingInput]
@@ -88,7 +89,7 @@ def rewrite_modules(model: nn.Module, plan: Plan, group: TPGroup) -> None:
 
 
 def rewrite_module(module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, shared: Shared) -> None:
-    """Turn one module into what its plan says: its attributes, a forward of one kind, then what surrounds that.
+    """Turn one module into what its plan says: its own source and attributes, a forward of one kind, what surrounds that.
 
     Raises:
         PlanError: the plan says two kinds at once, or the module is not of that kind.
@@ -108,6 +109,8 @@ def rewrite_module(module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, s
     border = make_border(module, entry, group.tp_rank)
     if wanted or border or entry.shards:
         check_names(module, entry.name)
+    if entry.fixes:
+        apply_fixes(module, entry.fixes, group.tp_rank, entry.name)
     set_attributes(module, entry.name, entry.attrs, group.tp_rank)
     (wanted or [install_shards])[0](module, entry, group, shared)
     if border:
@@ -191,13 +194,13 @@ def install_matmul(module: Any, entry: ModulePlan, group: TPGroup, shared: Share
     """A linear, Conv1D or convolution as its column, row or partial layer.
 
     Raises:
-        PlanError: the module is none of them, or a convolution is to gather or split.
+        PlanError: the module is none of them, or a convolution is to split its input.
     """
     style, role = entry.style, ROLES[entry.style]
     alone = style in styles.GATHERING_STYLES + styles.SPLITTING_STYLES
     if alone:
         refuse_copies(entry)
-    if isinstance(module, CONVOLUTIONS) and not alone:
+    if isinstance(module, CONVOLUTIONS) and style not in styles.SPLITTING_STYLES:
         rewrite_conv(module, CONVS[role], group, entry.shards, entry.name, _dtype(entry))
     elif isinstance(module, nn.Linear | Conv1D):
         layer = (CONV1DS if isinstance(module, Conv1D) else LINEARS)[role]
@@ -257,6 +260,7 @@ def make_plain(module: Any) -> None:
         module.__dict__.pop(key, None)
     while isinstance(module, TensorParallel_Layer):  # a layer inside a region was inserted first
         module.__class__ = plain_class(module)
+    remove_fixes(module)
 
 
 def _dtype(entry: ModulePlan) -> torch.dtype | None:

@@ -22,6 +22,7 @@ from ..comm import TPGroup, keep_on_first, reduce_from_group
 from ..errors import PlanError
 from ..shard import Shard
 from .base import TensorParallel_Layer, insert_class
+from .embedding import gather_columns
 from .siblings import SiblingInput
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -45,15 +46,21 @@ class ConvLayer(ParallelConv):
     """A convolution split over its output channels.
 
     Attributes:
-        siblings: as of a LinearLayer.
+        siblings, gather_output: as of a LinearLayer.
     """
 
     siblings: SiblingInput | None
+    gather_output = False
 
     def forward(self, input: Tensor) -> Tensor:
         if self.siblings is not None and input.requires_grad and torch.is_grad_enabled():
             input = self.siblings.enter(input)
-        return self._conv_forward(input, self.weight, self.bias)
+        y = self._conv_forward(input, self.weight, self.bias)
+        if not self.gather_output:
+            return y
+        channels = 1 - self.weight.ndim
+        full = gather_columns(y.movedim(channels, -1), self.shards["weight"], 0, self.tp)
+        return full.movedim(-1, channels).contiguous()
 
 
 class ConvAllreduce(ParallelConv):

@@ -9,6 +9,7 @@ from torch import nn
 
 import autotp
 from autotp.errors import PlanError
+from autotp.inject.callsites import ShapeFix
 from autotp.inject.plan import InputPlan, ModulePlan, NormPlan, Plan, fold_name
 from tests.models import tiny, tiny_config
 
@@ -54,6 +55,11 @@ def test_json_keeps_every_field():
         outputs=(0, 2),
         norm=NormPlan("rms", 1e-6, 6),
         forward="attention",
+        fixes=(
+            ShapeFix("m:A.forward", (3, 3, 8, 40), "shape", "x.view(b, c)", {1: (2, 3), "dim": (4, 5)}, {1: 5}),
+            ShapeFix("m:A.forward", (4, 4, 8, 40), "split", sections=((1, 2), (3, 4))),
+            ShapeFix("m:f", (5, 5, 8, 40), "narrow", operand="left", dim=-3, size=4, runs=(((0, 2, 2, 1),), ((2, 2, 2, 1),))),
+        ),
     )
     for part in dataclasses.fields(ModulePlan):  # nothing above is a default, so nothing is compared in vain
         default = part.default if part.default is not dataclasses.MISSING else None
