@@ -123,7 +123,8 @@ def sort_parameters(model: nn.Module, grads: dict[str, Tensor]) -> dict[str, str
             full = f"{prefix}.{name}".removeprefix(".")
             if full not in grads or full in kinds:
                 continue
-            kernel = getattr(module, "kernel_size", (1,))
+            owner = model.get_submodule(full.partition(".parametrizations.")[0]) if ".parametrizations." in full else module
+            kernel = getattr(owner, "kernel_size", (1,))
             looked_up = isinstance(module, nn.Embedding) or any(w in name for w in ("embed", "_token", "latents", "position"))
             if max(kernel if isinstance(kernel, tuple) else (kernel,)) > 1:
                 kinds[full] = "conv"
