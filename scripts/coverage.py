@@ -123,9 +123,9 @@ def sort_parameters(model: nn.Module, grads: dict[str, Tensor]) -> dict[str, str
             full = f"{prefix}.{name}".removeprefix(".")
             if full not in grads or full in kinds:
                 continue
-            owner = model.get_submodule(full.partition(".parametrizations.")[0]) if ".parametrizations." in full else module
+            owner = model.get_submodule(prefix.partition(".parametrizations.")[0])  # weight_norm keeps its parts in a module
             kernel = getattr(owner, "kernel_size", (1,))
-            looked_up = isinstance(module, nn.Embedding) or any(w in name for w in ("embed", "_token", "latents", "position"))
+            looked_up = isinstance(owner, nn.Embedding) or any(w in name for w in ("embed", "_token", "latents", "position"))
             if max(kernel if isinstance(kernel, tuple) else (kernel,)) > 1:
                 kinds[full] = "conv"
             elif looked_up:
@@ -155,8 +155,9 @@ def rounding(model: nn.Module, calls: list[dict[str, Any]], grads: dict[str, Ten
     """How far rounding alone may move each gradient: `MARGIN` times what lies between float32's and float64's.
 
     Where float64's gradient is smaller than that difference, float32's is noise alone, and another order of summing makes
-    other noise: of as much as float32's last bit of the largest gradient. Never more than 4e-5 of the largest. A model
-    that names float32 somewhere does not run in float64, or to no numbers: a change of each last bit stands in for it.
+    other noise: of as much as float32's last bit of the largest gradient. Never more than 4e-5 of the largest. A model that
+    names float32 somewhere does not run in float64, or to no numbers: a change of each
+    parameter's last bit stands in for it.
     """
     largest = max(g.abs().max().item() for g in grads.values())
     last_bit = torch.finfo(torch.float32).eps * largest

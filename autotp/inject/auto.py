@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from .shadow import Shadow
 SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: no plan may hold for one shape alone
 WIDE_SHAPES = ((2, 5), (3, 4))  # the same for models of more than WIDE parameters, whose activations take the memory
 WIDE = 10**9
-SEARCH_SECONDS = 60.0  # for searches that find nothing in a whole model; after half of it each gets less
+SEARCH_SECONDS = 40.0  # for the attribute edits of a whole model; a class that needs some finds them in one or two
 
 Assemble = Callable[[dict[str, ModulePlan], tuple[Region, ...], dict[str, str]], Plan]
 Rewrite = Callable[[nn.Module, Plan, TPGroup], None]
@@ -290,9 +290,12 @@ class Planner:
                 return kept
         if len(classes) == 1:  # layers of one name that do different things
             classes = [[region] for region in regions]
-        half, before = len(classes) // 2, (dict(self.edits), dict(self.fixes))
+        half, before = len(classes) // 2, ({name: dict(attrs) for name, attrs in self.edits.items()}, dict(self.fixes))
         first = self._prove_half(kept, classes[:half])
-        fine = len(first) == len(kept) + sum(map(len, classes[:half])) and before == (self.edits, self.fixes)
+        fine = len(first) == len(kept) + sum(map(len, classes[:half])) and before == (
+            self.edits,
+            self.fixes,
+        )  # so the other half is at fault
         return self._prove_half(first, classes[half:], fine)
 
     def _prove_class(self, kept: list[FoundRegion], regions: list[FoundRegion]) -> None:
@@ -305,10 +308,10 @@ class Planner:
         scope = self.placement.scope(regions[0])
         beside = [region for region in kept if self.placement.scope(region) == scope]  # whose edits are in place
         plan = self.build([*beside, regions[0]])
-        patience = min(1.0, max(0.1, self.seconds_left / (SEARCH_SECONDS / 2)))
-        search = Search(self.placement, regions[0], plan, self.references, self.rewrite, patience)
-        edits, fixes, start = dict(self.edits), dict(self.fixes), time.monotonic()
-        for found in search.candidates():
+        share = min(1.0, max(0.05, self.seconds_left / SEARCH_SECONDS))  # later classes of a model that takes long get less
+        search = Search(self.placement, regions[0], plan, self.references, self.rewrite, share)
+        edits, fixes = dict(self.edits), dict(self.fixes)
+        for found in self._timed(search.candidates()):
             if not any(found):
                 continue
             try:
@@ -317,10 +320,21 @@ class Planner:
                 return
             except (ProofError, PlanError) as error:
                 self.edits, self.fixes, failure = dict(edits), dict(fixes), error
-        self.seconds_left -= time.monotonic() - start
         if failure is not first:
             raise failure
         raise ProofError(f"{first}; no edit of the integers that its forward reads, or of the sizes that it writes, makes it run")
+
+    def _timed(self, found: Iterator[Found]) -> Iterator[Found]:
+        """What is found, the time that it takes being counted."""
+        while True:
+            start = time.monotonic()
+            try:
+                each = next(found)
+            except StopIteration:
+                return
+            finally:
+                self.seconds_left -= time.monotonic() - start
+            yield each
 
     def _add(self, regions: list[FoundRegion], found: Found) -> None:
         """Take over what was found for the first of `regions`, for all of them."""

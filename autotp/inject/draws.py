@@ -1,4 +1,4 @@
-"""Random numbers that a forward draws: the same in every run on a shadow, and nobody else's draws move."""
+"""Random numbers that a forward draws: the same in every run on a shadow, whichever thread draws; nobody else's draws move."""
 
 from __future__ import annotations
 

@@ -388,6 +388,21 @@ def _batch_norm(x, running_mean, running_var, weight=None, bias=None, training=F
     return y if bias is None else y + bias.reshape(shape)
 
 
+def _depthwise(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    """A convolution of each channel by itself as arithmetic, which float64 has no fast kernel for; None for any other."""
+    dims = weight.ndim - 2
+    alone = x.ndim == weight.ndim and tuple(weight.shape[:2]) == (groups, 1) and x.shape[1] == groups
+    if groups < 2 or not alone or isinstance(padding, str):
+        return None
+    steps, pads, gaps = (([v] * dims if isinstance(v, int) else list(v) * (dims // len(v))) for v in (stride, padding, dilation))
+    y = F.pad(x, [p for pad in reversed(pads) for p in (pad, pad)])
+    for axis, (size, step, gap) in enumerate(zip(weight.shape[2:], steps, gaps, strict=True)):
+        y = y.unfold(2 + axis, (size - 1) * gap + 1, step)[..., ::gap]
+    y = (y * weight.reshape(groups, *[1] * dims, *weight.shape[2:])).sum(list(range(-dims, 0)))
+    return y if bias is None else y + bias.reshape(-1, *[1] * dims)
+
+
+_CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d}
 _FLOAT_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
 _COMPOSITES = {F.multi_head_attention_forward}
 

@@ -117,9 +117,9 @@ def _discover(model: nn.Module, tp_size: int, head: str, inputs: Any) -> Plan:
 
     if runs is None:
         return assemble({}, (), {})
-    rest = (tp_size, edge_parameters(model), count_parameters(model), assemble, rewrite_modules)
+    sizes = count_parameters(model)
     try:
-        planner = Planner(runs, *rest)
+        planner = Planner(runs, tp_size, edge_parameters(model), sizes, assemble, rewrite_modules)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         why = f"its backward does not run in evaluation: {' '.join(str(error).split())[:120]}"
         return replace(assemble({}, (), {"": why}), proof=f"not proved: {why}")
@@ -129,7 +129,7 @@ def _discover(model: nn.Module, tp_size: int, head: str, inputs: Any) -> Plan:
         try:
             prove(every.shadow, made, every.references(), rewrite_modules)
         except (ProofError, PlanError):
-            made = Planner(every, *rest).plan()
+            made = Planner(every, tp_size, edge_parameters(model), sizes, assemble, rewrite_modules).plan()
     check_ties(model, made)
     return made
 

@@ -51,9 +51,9 @@ class Search:
         plan: Plan,
         references: Sequence[Reference],
         rewrite: Rewrite,
-        patience: float = 1.0,
+        share: float = 1.0,
     ) -> None:
-        """`patience`: part of the usual time that may be taken."""
+        """`share`: of the time that a search may take."""
         self.tables, self.region, self.tp_size = placement.tables, region, plan.tp_size
         self.scope = placement.scope(region)
         self.references = references
@@ -64,7 +64,8 @@ class Search:
         for rank, local in enumerate(self.locals):
             rewrite(local.model, self.inner, SoloGroup(rank, plan.tp_size))
         self.sites = {key[0] for key in placement.tables.sites}
-        self.fixing, self.notes, self.fixes, self.patience = False, [], {}, patience
+        self.fixing, self.notes, self.fixes = False, [], {}
+        self.share = share
 
     def candidates(self) -> Iterator[Found]:
         """What lets the module run, the plainest first: edits, fixes with or without edits, edits by a longer search."""
@@ -89,7 +90,7 @@ class Search:
         for trials, found in enumerate(climb):
             if found is not None:
                 return found
-            if trials >= MAX_TRIALS or time.monotonic() - start > seconds * self.patience:
+            if trials >= MAX_TRIALS or time.monotonic() - start > seconds * self.share:
                 break
         return None
 
