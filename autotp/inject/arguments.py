@@ -13,7 +13,7 @@ _KEPT = (nn.Module, Enum, type, types.FunctionType, types.MethodType, types.Modu
 
 
 def copy_arguments(value: Any, leaf: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
-    """A nest of tuples, lists, dicts and objects, each copied once, with `leaf` of each tensor; modules and configs as they are."""
+    """A nest of tuples, lists, dicts and objects, each copied once, with `leaf` of each tensor; modules and configs stay."""
     copies: dict[int, Any] = {}  # one tensor passed twice stays one
 
     def copied(value: Any) -> Any:
