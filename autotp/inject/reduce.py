@@ -25,18 +25,25 @@ class Reduction:
 
     Attributes:
         dropped: name of a list -> number of a dropped member -> number of the one that stands for it.
+        emptied: dropped members stay in their place and return their first argument, for models that count their layers;
+            otherwise they are taken out.
     """
 
     dropped: dict[str, dict[int, int]]
+    emptied: bool = True
 
     def __bool__(self) -> bool:
         return bool(self.dropped)
 
     def apply(self, model: nn.Module) -> None:
-        """Take the dropped members out of (a copy of) the model; the others keep their numbers."""
+        """Take the dropped members, or what is in them, out of (a copy of) the model; the others keep their numbers."""
         for name, members in self.dropped.items():
             for number in members:
-                del model.get_submodule(name)._modules[str(number)]
+                modules = model.get_submodule(name)._modules
+                if self.emptied:
+                    empty(modules[str(number)])
+                else:
+                    del modules[str(number)]
 
     def holds(self, name: str) -> bool:
         """Whether a module or Parameter of this name is left."""
@@ -72,6 +79,17 @@ class Reduction:
                 listed += [move_region(r, old, new) for r in list(listed) if r.scope == old or r.scope.startswith(old + ".")]
                 listed = [widen_region(r, old, new) for r in listed]
         return grown, tuple(listed)
+
+
+def empty(module: Any) -> None:
+    """Leave nothing of a module but its class and its plain attributes; it returns its first argument."""
+    for held in (module._modules, module._parameters, module._buffers):
+        held.clear()
+    module.forward = _pass_on
+
+
+def _pass_on(*args: Any, **kwargs: Any) -> Any:
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 def move_region(region: Region, old: str, new: str) -> Region:
@@ -117,8 +135,9 @@ def find_reduction(model: nn.Module) -> Reduction:
         if inside or not isinstance(module, nn.ModuleList) or len(module) < LEAST:
             continue
         kinds: dict[Any, list[int]] = {}
+        own = find_numbers(module)
         for number, member in enumerate(module):
-            kinds.setdefault(describe(member, number), []).append(number)
+            kinds.setdefault(describe(member, own), []).append(number)
         found = {number: numbers[0] for numbers in kinds.values() for number in numbers[KEPT:]}
         if found and not _shares(model, module, name, found):
             dropped[name] = found
@@ -126,24 +145,33 @@ def find_reduction(model: nn.Module) -> Reduction:
     return Reduction(dropped)
 
 
-def describe(member: nn.Module, number: int) -> tuple:
-    """Everything about a layer but its weights and its own number."""
+def find_numbers(members: nn.ModuleList) -> set[tuple[str, str]]:
+    """`(module, attribute)` inside a list's members that hold the member's own number, in all that have it."""
+    found: dict[tuple[str, str], bool] = {}
+    for number, member in enumerate(members):
+        for name, module in member.named_modules():
+            for key, value in vars(module).items():
+                if type(value) is int:
+                    found[name, key] = found.get((name, key), True) and value == number
+    return {place for place, fits in found.items() if fits}
+
+
+def describe(member: nn.Module, numbers: set[tuple[str, str]]) -> tuple:
+    """Everything about a layer but its weights and its own number, which the attributes `numbers` hold."""
     parts: list[Any] = []
     for name, module in member.named_modules():
-        own = tuple(sorted((key, _plain(value, number)) for key, value in vars(module).items() if key[:1] != "_"))
+        plain = [(k, _plain(v)) for k, v in vars(module).items() if k[:1] != "_" and (name, k) not in numbers]
         tensors = [(k, tuple(p.shape), str(p.dtype), p.requires_grad) for k, p in module._parameters.items() if p is not None]
         tensors += [(k, tuple(b.shape), str(b.dtype), False) for k, b in module._buffers.items() if b is not None]
-        parts.append((name, type(module), own, tuple(tensors)))
+        parts.append((name, type(module), tuple(sorted(plain)), tuple(tensors)))
     return tuple(parts)
 
 
-def _plain(value: Any, number: int) -> str:
-    if type(value) is int and value == number:
-        return "its number"
+def _plain(value: Any) -> str:
     if isinstance(value, (int, float, str, bool, type(None))):
         return repr(value)
     if isinstance(value, (tuple, list)):
-        return repr([_plain(v, -1) for v in value])
+        return repr([_plain(v) for v in value])
     return type(value).__qualname__ if not callable(value) else getattr(value, "__qualname__", type(value).__qualname__)
 
 
