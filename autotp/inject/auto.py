@@ -267,11 +267,37 @@ class Planner:
             return self.discovery.regions
         except (ProofError, PlanError):
             pass
-        self.attempt([])
         classes: dict[Any, list[FoundRegion]] = {}
         for region in self.discovery.regions:
             classes.setdefault(class_of(self.discovery.tables, next(iter(region.rows))), []).append(region)
-        return self._prove_half([], list(classes.values()), failed=True)
+        if len(classes) > 1 and self._edit_first(list(classes.values())):
+            return self.discovery.regions
+        kept = self._prove_half([], list(classes.values()), failed=True)
+        if not kept:
+            self.attempt([])
+        return kept
+
+    def _edit_first(self, classes: list[list[FoundRegion]]) -> bool:
+        """Whether all regions prove together with the edits that each class of them needs to run by itself."""
+        done: list[FoundRegion] = []
+        try:
+            for regions in classes:
+                search = self._search(done, regions[0])
+                if not search.runs():
+                    self._add(regions, next(self._timed(search.candidates())))
+                done += regions
+            self.attempt(done)
+            return True
+        except (ProofError, PlanError, StopIteration):
+            self.edits, self.fixes = {}, {}
+            return False
+
+    def _search(self, kept: Sequence[FoundRegion], region: FoundRegion) -> Search:
+        scope = self.placement.scope(region)
+        beside = [other for other in kept if self.placement.scope(other) == scope]  # whose edits are in place
+        share = min(1.0, max(0.05, self.seconds_left / SEARCH_SECONDS))  # later classes of a model that takes long get less
+        plan = self.build([*beside, region])
+        return Search(self.placement, region, plan, self.references, self.rewrite, share)
 
     def _prove_half(self, kept: list[FoundRegion], classes: list[list[FoundRegion]], failed: bool = False) -> list[FoundRegion]:
         """What proves of `classes` on top of `kept`, with `kept`: all at once, or else the one half and then the other."""
@@ -305,11 +331,7 @@ class Planner:
             return
         except ProofError as error:
             first = failure = error
-        scope = self.placement.scope(regions[0])
-        beside = [region for region in kept if self.placement.scope(region) == scope]  # whose edits are in place
-        plan = self.build([*beside, regions[0]])
-        share = min(1.0, max(0.05, self.seconds_left / SEARCH_SECONDS))  # later classes of a model that takes long get less
-        search = Search(self.placement, regions[0], plan, self.references, self.rewrite, share)
+        search = self._search(kept, regions[0])
         edits, fixes = dict(self.edits), dict(self.fixes)
         for found in self._timed(search.candidates()):
             if not any(found):

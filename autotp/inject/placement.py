@@ -42,6 +42,33 @@ class Facets:
     inputs: dict[str, InputPlan] = field(default_factory=dict)
     outputs: set[int] = field(default_factory=set)
 
+    def join(self, other: Facets, name: str) -> None:
+        """Add what another region says of the module `name`.
+
+        Raises:
+            PlanError: the two need different slices of one tensor.
+        """
+        self.style = self.style if other.style == "local_params" else other.style
+        self.siblings = other.siblings or self.siblings
+        for leaf, shard in other.shards.items():
+            if self.shards.setdefault(leaf, shard) != shard:
+                raise PlanError(f"{name}.{leaf} would be cut in two ways")
+        for mine, theirs in (
+            (self.summed, other.summed),
+            (self.copied, other.copied),
+            (self.once, other.once),
+            (self.outputs, other.outputs),
+        ):
+            mine |= theirs  # type: ignore[operator]
+        self.once -= set(self.shards)
+        if other.columns is not None:
+            self.columns = other.columns if self.columns is None else self.columns | other.columns
+        for argument, plan in other.inputs.items():
+            merged = merge_inputs(self.inputs.get(argument, plan), plan)
+            if merged is None:
+                raise PlanError(f"{name}: argument {argument} would enter in two ways")
+            self.inputs[argument] = merged
+
 
 class Placement:
     """Module plans of a list of regions over one model's tables."""
@@ -56,6 +83,7 @@ class Placement:
         self.names: dict[int, list[str]] = defaultdict(list)  # id of a Parameter -> its names
         for name, parameter in tables.shadow.model.named_parameters(remove_duplicate=False):
             self.names[id(parameter)].append(name)
+        self.placed: dict[int, tuple[FoundRegion, dict[str, Facets]]] = {}
 
     def place(self, regions: Sequence[FoundRegion]) -> tuple[dict[str, ModulePlan], tuple[Region, ...]]:
         """Plans by module name, and the regions as a plan lists them.
@@ -65,8 +93,13 @@ class Placement:
         """
         facets: dict[str, Facets] = defaultdict(Facets)
         listed = []
-        for number, region in enumerate(regions):
-            RegionPlacement(self, region, facets, f"region{number}").place()
+        for region in regions:
+            if id(region) not in self.placed:
+                own: dict[str, Facets] = defaultdict(Facets)
+                RegionPlacement(self, region, own, f"region{len(self.placed)}").place()
+                self.placed[id(region)] = region, own
+            for name, found in self.placed[id(region)][1].items():
+                facets[name].join(found, name)
             listed.append(self._list(region))
         self._lift(facets)
         return {name: self._finish(name, f) for name, f in facets.items()}, tuple(listed)

@@ -67,6 +67,10 @@ class Search:
         self.fixing, self.notes, self.fixes = False, [], {}
         self.share = share
 
+    def runs(self) -> bool:
+        """Whether the module runs, and sees what it should, as it is."""
+        return self._progress({}) is None
+
     def candidates(self) -> Iterator[Found]:
         """What lets the module run, the plainest first: edits, fixes with or without edits, edits by a longer search."""
         while self._progress({}) is None and self.scope:  # the fault lies in what calls it
