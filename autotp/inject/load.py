@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, GenerationConfig
 
 from ..checkpoint.source import SafetensorsSource
 from ..errors import CheckpointError
+from .shadow import empty_weights
 
 
 def find_checkpoint(path: str | os.PathLike) -> Path:
@@ -46,7 +46,7 @@ def build_empty(directory: Path, source: SafetensorsSource, dtype: torch.dtype |
             found = floating[0] if floating else None
         dtype = found
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    with init_empty_weights(include_buffers=False):
+    with empty_weights():
         model = cls._from_config(config, dtype=wanted) if wanted is not None else cls._from_config(config)
     model.tie_weights()  # accelerate gives every name a Parameter of its own
     if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):

@@ -16,7 +16,6 @@ from typing import Any
 import accelerate
 import torch
 import transformers
-from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -32,7 +31,7 @@ from .pairs import pair_regions
 from .plan import ModulePlan, Plan, Region, WholePlan
 from .prove import prove, try_rewrite
 from .reduce import Reduction
-from .shadow import Shadow
+from .shadow import Shadow, empty_weights
 from .swap import rewrite_modules
 
 Spec = dict[str, Any]
@@ -195,7 +194,7 @@ def build_on_meta(config: PreTrainedConfig) -> nn.Module:
     """The config's model, its parameters on meta: the class it names, or else the causal LM, or else the bare model."""
     names = getattr(config, "architectures", None) or []
     cls = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
-    with init_empty_weights(include_buffers=False):
+    with empty_weights():
         if cls is not None:
             model = cls(config)
         else:

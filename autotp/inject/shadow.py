@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..errors import PlanError
 from .reduce import Reduction
@@ -15,6 +19,7 @@ from .sites import Operands, locate
 
 REAL_NUMEL = 1 << 16  # stand-ins of Parameters up to this size hold numbers from the start; larger ones when they are read
 SHORT_CHUNK = 8
+HUGE = 1 << 26  # elements
 
 
 class Shadow:
@@ -111,6 +116,25 @@ def _stand_in(name: str, parameter: Tensor, generator: torch.Generator, kept: bo
     return numbers.to(dtype)
 
 
+class _HugeOnMeta(TorchFunctionMode):
+    """`torch.empty` of what no machine may have room for gives a tensor on meta, where an empty model's Parameters end anyway."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = kwargs or {}
+        if func is torch.empty and "device" not in made:
+            sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+            if all(isinstance(n, int) for n in sizes) and math.prod(sizes) > HUGE:
+                made = {**made, "device": "meta"}
+        return func(*args, **made)
+
+
+@contextmanager
+def empty_weights() -> Iterator[None]:
+    """Models built inside have their Parameters on meta and their buffers, which hold numbers, on the CPU."""
+    with init_empty_weights(include_buffers=False), _HugeOnMeta():
+        yield
+
+
 def _compute_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Values of buffers that are on meta, as the model's constructor computes them.
 
@@ -122,7 +146,7 @@ def _compute_buffers(model: nn.Module) -> dict[str, Tensor]:
         return {}
     if getattr(model, "config", None) is None:
         raise PlanError(f"buffer {missing[0]} is on meta: build the model with its buffers on the CPU (they are small)")
-    with init_empty_weights(include_buffers=False):
+    with empty_weights():
         twin = type(model)(copy.deepcopy(model.config))
     return dict(twin.named_buffers(remove_duplicate=False))
 
