@@ -194,7 +194,8 @@ class Recorder:
         if bias is not None and self.shadow.parameters[bias].shape == (site.out_size,):
             site.biases.add(bias)
         rest = [n for d, n in enumerate(op.weight.shape) if d not in op.w_in and d not in op.w_out]
-        site.grouped |= bool(op.w_in) and max(rest, default=1) > 1
+        kernel = "conv" in func.__name__  # whose other dims are positions
+        site.grouped |= bool(op.w_in) and max(rest, default=1) > 1 and not kernel
         shape = output_shape(func, args, kwargs)
         y = torch.randn(shape, generator=self.generator, dtype=torch.float64).requires_grad_()
         starts = (inside.start if inside else 0, out.start if out else 0)

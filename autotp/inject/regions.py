@@ -21,6 +21,7 @@ from .record import SiteKey
 from .tables import Tables
 
 MAX_CLASSES = 10
+ALIGNED = 8  # columns: 16 bytes in the narrowest dtype of weights
 
 
 @dataclass
@@ -285,7 +286,8 @@ def deal_components(units: list[int], groups: list[int], tp_size: int, blocks: l
             kinds[group.bit_count(), len(of_group[g]), home].append(g)
         for members in kinds.values():
             start = 0
-            for rank, count in enumerate(deal_units(len(members), tp_size)):
+            single = all(groups[g].bit_count() == 1 for g in members)
+            for rank, count in enumerate(deal_aligned(len(members), tp_size) if single else deal_units(len(members), tp_size)):
                 ranks[rank] += [u for g in members[start : start + count] for u in of_group[g]]
                 start += count
         return [sorted(mine) for mine in ranks]
@@ -298,6 +300,13 @@ def deal_components(units: list[int], groups: list[int], tp_size: int, blocks: l
             start += count
             rank += 1
     return ranks
+
+
+def deal_aligned(units: int, tp_size: int) -> tuple[int, ...]:
+    """As `deal_units`, in multiples of `ALIGNED` if the whole is one: kernels want rows of so many bytes."""
+    if units % ALIGNED or units < ALIGNED * tp_size:
+        return deal_units(units, tp_size)
+    return tuple(ALIGNED * count for count in deal_units(units // ALIGNED, tp_size))
 
 
 def sum_bits(units: list[int], chosen: list[int]) -> int:

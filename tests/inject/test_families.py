@@ -141,6 +141,7 @@ def test_matches_the_unsharded_model(ranks, family):
         ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "tie_word_embeddings": True}, 3),
         ("qwen2", {"intermediate_size": 100}, 3),
         ("gemma2", {}, 4),
+        ("qwen3_moe", {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}, 3),
     ],
 )
 def test_matches_uneven_and_more_ranks(ranks, family, overrides, size):

@@ -6,7 +6,11 @@ from torch import nn
 
 from autotp.inject import tables
 from autotp.inject.auto import record_runs
+from autotp.inject.discover import find_grouped_maps
+from autotp.inject.record import Recorder
+from autotp.inject.regions import deal_aligned
 from autotp.inject.rules import make_plan
+from autotp.inject.shadow import Shadow
 from tests.models import tiny
 
 BUILD = {
@@ -77,3 +81,27 @@ def test_the_groups_of_a_convolution_follow_its_shard(groups):
     plan = make_plan(Separable(groups), 2, inputs=[{"x": torch.randn(3, 8, 5, 5)}, {"x": torch.randn(2, 8, 7, 3)}])
     assert plan["depth"].attrs == {"groups": (groups // 2,) * 2}
     assert plan["up"].style == "colwise" and plan["down"].style == "rowwise"
+
+
+def test_only_maps_of_parts_are_grouped():
+    class Maps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.heads = nn.Conv1d(8, 8, 3), nn.Parameter(torch.randn(2, 4, 4))
+
+        def forward(self, x):
+            y = self.conv(x.transpose(1, 2)).transpose(1, 2)
+            return torch.bmm(y.unflatten(-1, (2, 4)).flatten(0, 1).transpose(0, 1), self.heads)
+
+    shadow = Shadow(Maps())
+    recorder = Recorder(shadow)
+    recorder.run({"x": torch.randn(2, 5, 8, dtype=torch.float64)})
+    assert find_grouped_maps(tables.Tables(shadow, [recorder.record])) == {"heads"}
+
+
+@pytest.mark.parametrize(
+    "units, size, dealt",
+    [(32, 3, (16, 8, 8)), (96, 3, (32, 32, 32)), (100, 3, (34, 33, 33)), (16, 3, (6, 5, 5)), (512, 3, (176, 168, 168))],
+)
+def test_columns_are_dealt_as_aligned_as_the_whole(units, size, dealt):
+    assert deal_aligned(units, size) == dealt
