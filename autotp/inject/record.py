@@ -233,7 +233,8 @@ class Recorder:
                     else:
                         args[_position(module, key)] = value
                 arguments[key] = value
-        call = ModuleCall(arguments, constants, *copy_arguments((tuple(args), kwargs)), [])
+        own_args, own_kwargs = copy_arguments((tuple(args), kwargs))
+        call = ModuleCall(arguments, constants, own_args, own_kwargs, [])
         self.record.module_calls.setdefault(name, []).append(call)
         return tuple(args), kwargs
 

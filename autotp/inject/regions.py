@@ -21,7 +21,8 @@ from .record import SiteKey
 from .tables import Tables
 
 MAX_CLASSES = 10
-ALIGNED = 8  # columns: 16 bytes in the narrowest dtype of weights
+ALIGNED = (8, 4)  # columns: 16 bytes of bfloat16, or of float32
+UNEVEN = 1.125  # times an even share that a rank may get for it
 
 
 @dataclass
@@ -303,10 +304,13 @@ def deal_components(units: list[int], groups: list[int], tp_size: int, blocks: l
 
 
 def deal_aligned(units: int, tp_size: int) -> tuple[int, ...]:
-    """As `deal_units`, in multiples of `ALIGNED` if the whole is one: kernels want rows of so many bytes."""
-    if units % ALIGNED or units < ALIGNED * tp_size:
-        return deal_units(units, tp_size)
-    return tuple(ALIGNED * count for count in deal_units(units // ALIGNED, tp_size))
+    """As `deal_units`, in multiples of a number that the whole is one of, where no rank gets much more by that: kernels want
+    rows of so many bytes."""
+    for step in ALIGNED:
+        dealt = tuple(step * count for count in deal_units(units // step, tp_size))
+        if units % step == 0 and dealt[-1] and dealt[0] * tp_size <= units * UNEVEN:
+            return dealt
+    return deal_units(units, tp_size)
 
 
 def sum_bits(units: list[int], chosen: list[int]) -> int:

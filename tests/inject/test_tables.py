@@ -101,7 +101,7 @@ def test_only_maps_of_parts_are_grouped():
 
 @pytest.mark.parametrize(
     "units, size, dealt",
-    [(32, 3, (16, 8, 8)), (96, 3, (32, 32, 32)), (100, 3, (34, 33, 33)), (16, 3, (6, 5, 5)), (512, 3, (176, 168, 168))],
+    [(32, 3, (12, 12, 8)), (24, 2, (12, 12)), (100, 3, (36, 32, 32)), (17, 3, (6, 6, 5)), (512, 3, (176, 168, 168))],
 )
 def test_columns_are_dealt_as_aligned_as_the_whole(units, size, dealt):
     assert deal_aligned(units, size) == dealt
