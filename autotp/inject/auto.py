@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -191,7 +190,7 @@ class Planner:
         names = find_grouped_maps(self.discovery.tables) - split
         if not names:
             return kept
-        before = {name: copy.copy(value) for name, value in vars(self).items()}
+        before = dict(vars(self))
         records, weight = self.runs.records, sum(map(self.discovery.weigh, kept))
         shadow.transparent |= names
         self._take(self._discover_again())
@@ -200,7 +199,7 @@ class Planner:
         if sum(map(self.discovery.weigh, found)) > weight:
             return found
         shadow.transparent -= names
-        vars(self).update(before)
+        vars(self).update(before | {"seconds_left": self.seconds_left})
         self.runs.records = records
         return kept
 
@@ -266,16 +265,15 @@ class Planner:
             self.attempt(self.discovery.regions)
             return self.discovery.regions
         except (ProofError, PlanError):
-            pass
+            if not self.discovery.regions:
+                raise
         classes: dict[Any, list[FoundRegion]] = {}
         for region in self.discovery.regions:
             classes.setdefault(class_of(self.discovery.tables, next(iter(region.rows))), []).append(region)
         if len(classes) > 1 and self._edit_first(list(classes.values())):
             return self.discovery.regions
-        kept = self._prove_half([], list(classes.values()), failed=True)
-        if not kept:
-            self.attempt([])
-        return kept
+        self.attempt([])  # nothing proves on top of what does not
+        return self._prove_half([], list(classes.values()), failed=True)
 
     def _edit_first(self, classes: list[list[FoundRegion]]) -> bool:
         """Whether all regions prove together with the edits that each class of them needs to run by itself."""

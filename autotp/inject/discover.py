@@ -161,9 +161,14 @@ def find_shared_maps(tables: Tables) -> set[str]:
     if not sizes:
         return set()
     residual = max(sizes, key=lambda rank: sizes[rank])
-    return {key[0] for key, rank in ranks.items() if rank > residual}
+    return {key[0] for key, rank in ranks.items() if rank > residual and is_fillable(tables, key)}
 
 
 def find_grouped_maps(tables: Tables) -> set[str]:
     """Weights that are many maps, each of a part of the input: one a head, or one an expert."""
-    return {key[0] for key, site in tables.sites.items() if site.grouped and site.out_size * site.in_size <= MOST_FILLED}
+    return {key[0] for key, site in tables.sites.items() if site.grouped and is_fillable(tables, key)}
+
+
+def is_fillable(tables: Tables, key: SiteKey) -> bool:
+    """Whether numbers can be made for a site's Parameter, which then is seen as any other."""
+    return tables.shadow.parameters[key[0]].numel() <= MOST_FILLED

@@ -127,6 +127,11 @@ def _embeddings(model: nn.Module) -> tuple[Any, Any]:
     return embedding if isinstance(embedding, nn.Embedding) else None, output if has_weight else None
 
 
+def edge_modules(model: nn.Module) -> set[str]:
+    """Names of the input and output embedding."""
+    return {name for name, module in model.named_modules() if any(module is edge for edge in _embeddings(model))}
+
+
 def edge_parameters(model: nn.Module) -> set[str]:
     """Names of the Parameters that this rule decides about."""
     edges = {id(m.weight) for m in _embeddings(model) if isinstance(getattr(m, "weight", None), nn.Parameter)}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..comm import TPGroup
 from ..errors import ProofError
 from ..shard import Shard
-from .plan import ATTENTION_STYLES, Plan
+from .plan import ATTENTION_STYLES, ModulePlan, Plan
 from .record import Call, Interceptor, Record, Site, add_bias, flatten, keep_state, running
 from .shadow import Shadow
 from .sites import Operands
@@ -119,14 +119,15 @@ class RankRun:
         self.seen[name] += 1
         site, call = self.reference.entry(index)
         cotangent = self.reference.site_grads[index]
-        rows, cols = self._role(site)
+        rows, cols = self.role(site)
         x, expected = op.x, call.x
         if rows is not None:
             expected, cotangent = (
                 take(expected, call.x_axes, rows, site, call.x_start),
                 (None if cotangent is None else take(cotangent, call.x_axes, rows, site, call.x_start)),
             )
-        compare(x, expected if self.values or x.shape != expected.shape else x, f"{name}: the input", self.rank)
+        known = self.values and not self.looks_up(site)  # a rank counts ids from its own first row
+        compare(x, expected if known or x.shape != expected.shape else x, f"{name}: the input", self.rank)
         if cotangent is not None and x.requires_grad:
             self.targets.append((x, cotangent * self.part if cols is not None else cotangent))
         value = call.y.detach()
@@ -136,7 +137,7 @@ class RankRun:
         self.leaves.append((index, leaf))
         return add_bias(leaf * self.part if rows is not None else leaf.clone(), op, self.shadow)
 
-    def _role(self, site: Site) -> tuple[Any, Any]:
+    def role(self, site: Site) -> tuple[Any, Any]:
         """`(dim, indices)` of a cut of the site's input columns, and of its output columns, for this rank."""
         shard = self.shards.get(site.parameter)
         rows = cols = None
@@ -145,9 +146,14 @@ class RankRun:
                 rows = (site.in_dims, cut.dim, cut.indices(self.rank))
             elif cut.dim in site.out_dims:
                 cols = (site.out_dims, cut.dim, cut.indices(self.rank))
-            else:
+            elif not self.looks_up(site):
                 raise ProofError(f"{site.parameter}: dim {cut.dim} is cut, which is neither its inputs nor its outputs")
         return rows, cols
+
+    def looks_up(self, site: Site) -> bool:
+        """Whether a site finds the rows of some ids in this rank's part of a vocabulary, to be summed with the others' finds."""
+        shard = self.shards.get(site.parameter)
+        return site.kind == "embedding" and shard is not None and any(cut.dim not in site.out_dims for cut in shard.cuts)
 
     def finish(self, outputs: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], dict[str, Tensor | None]]:
         """Compare the outputs, then pull the cotangents back: gradients at the sites' outputs and at the Parameters."""
@@ -226,7 +232,7 @@ def prove(shadow: Shadow, plan: Plan, references: Sequence[Reference], rewrite: 
     Raises:
         ProofError: naming the first site, tensor or parameter that differs, on which rank and by how much.
     """
-    inner = without_edges(plan)
+    inner = leave_out(plan, lambda module: module.style in ATTENTION_STYLES)  # torch's own attention has a rule of its own
     locals_ = [cut_shadow(shadow, inner.shards, rank) for rank in range(plan.tp_size)]
     threads = ThreadRanks(plan.tp_size)
     for rank, local in enumerate(locals_):
@@ -247,12 +253,12 @@ def try_rewrite(shadow: Shadow, plan: Plan, rewrite: Rewrite) -> None:
         rewrite(cut_shadow(shadow, plan.shards, rank).model, plan, SoloGroup(rank, plan.tp_size))
 
 
-def without_edges(plan: Plan) -> Plan:
-    """The plan less what follows rules of their own: the vocabulary's embedding and head, and torch's own attention."""
-    modules = [m for m in plan.modules if m.why != "vocabulary" and m.style not in ATTENTION_STYLES]
+def leave_out(plan: Plan, which: Callable[[ModulePlan], bool]) -> Plan:
+    """The plan less some modules, and less the regions whose rows they are."""
+    modules = tuple(m for m in plan.modules if not which(m))
     kept = {m.name for m in modules}
     regions = tuple(r for r in plan.regions if set(r.rows) <= kept)
-    return replace(plan, modules=tuple(modules), regions=regions, head=None)
+    return replace(plan, modules=modules, regions=regions, head=plan.head if plan.head in kept else None)
 
 
 def make_parts(size: int) -> list[float]:
@@ -319,17 +325,20 @@ def _check_site(reference, plan: Plan, site: Site, call: Call, expected: Tensor 
     total = torch.zeros_like(call.y)
     for run, grads, _ in results:
         grad = grads[place]
-        rows, cols = run._role(site)
+        rows, cols = run.role(site)
         if cols is not None:
             if grad is not None:
                 _add_columns(total, grad, call, cols, site)
             continue
         grad = torch.zeros_like(call.y) if grad is None else grad
+        if run.looks_up(site):
+            total += grad
+            continue
         full = torch.zeros_like(call.y) if expected is None else expected
         compare_gradient(
             grad / run.part if rows is not None else grad, full, f"{site.parameter}: the gradient at its output", run.rank
         )
-    if cols is not None:
+    if cols is not None or run.looks_up(site):
         full = torch.zeros_like(call.y) if expected is None else expected
         compare_gradient(total, full, f"{site.parameter}: the gradient at its output, summed over ranks", None)
 

@@ -23,10 +23,10 @@ from ..errors import PlanError, ProofError
 from ..layers.entry import SHARDED_LOSS, check_logits_path
 from ..version import __version__
 from . import plan as styles
-from .auto import Planner, record_runs
+from .auto import Planner, Runs, record_runs
 from .cache import drop_plan, make_key, read_plan, write_plan
 from .draws import keep_random
-from .edges import edge_parameters, plan_edges, read_elsewhere
+from .edges import edge_modules, edge_parameters, plan_edges, read_elsewhere
 from .pairs import pair_regions
 from .plan import ModulePlan, Plan, Region, WholePlan
 from .prove import prove, try_rewrite
@@ -103,25 +103,38 @@ def _still_proves(model: nn.Module, plan: Plan, tp_size: int) -> bool:
 
 def _discover(model: nn.Module, tp_size: int, head: str, inputs: Any) -> Plan:
     """The plan found in the model itself; nothing in it that is not proved."""
+    if tp_size == 1:
+        return _finish(model, tp_size, (), (), {}, None)
+    runs = record_runs(model, inputs)
+    whole: dict[str, str] = dict.fromkeys(read_elsewhere(model, runs.records), "its weight is read outside its forward")
+    try:
+        return _discover_beside(model, runs, tp_size, head, inputs, whole)
+    except ProofError as error:  # nothing proves: not even the vocabulary alone
+        whole |= dict.fromkeys(edge_modules(model), f"not proved: {error}")
+        return _discover_beside(model, runs, tp_size, head, inputs, whole)
+
+
+def _discover_beside(model: nn.Module, runs: Runs, tp_size: int, head: str, inputs: Any, whole: dict[str, str]) -> Plan:
+    """The plan of everything but the modules `whole`, name -> why.
+
+    Raises:
+        ProofError: the vocabulary's split does not prove.
+    """
     reasons: dict[str, str] = {}
-    runs = record_runs(model, inputs) if tp_size > 1 else None
-    raw = read_elsewhere(model, runs.records) if runs else set()
-    kept: dict[str, Spec] = {name: {"style": "whole", "why": "its weight is read outside its forward"} for name in raw}
-    edges, head_name = plan_edges(model, tp_size, kept, head, "discovered", reasons)
+    specs: dict[str, Spec] = {name: {"style": "whole", "why": why} for name, why in whole.items()}
+    edges, head_name = plan_edges(model, tp_size, specs, head, "discovered", reasons)
     order = {name: i for i, name in enumerate(dict(model.named_modules()))}
 
     def assemble(modules: dict[str, ModulePlan], regions: tuple[Region, ...], why: dict[str, str]) -> Plan:
         planned = tuple(sorted({**modules, **edges}.values(), key=lambda module: order[module.name]))
         return _finish(model, tp_size, planned, regions, {**reasons, **why}, head_name)
 
-    if runs is None:
-        return assemble({}, (), {})
     sizes = count_parameters(model)
     try:
         planner = Planner(runs, tp_size, edge_parameters(model), sizes, assemble, rewrite_modules)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         why = f"its backward does not run in evaluation: {' '.join(str(error).split())[:120]}"
-        return replace(assemble({}, (), {"": why}), proof=f"not proved: {why}")
+        return replace(_finish(model, tp_size, (), (), {"": why}, None), proof=f"not proved: {why}")
     made = planner.plan()
     if runs.reduction.crosses(made.regions):
         every = record_runs(model, inputs, reduce=False)

@@ -22,8 +22,8 @@ from .arguments import copy_arguments
 from .attributes import restore_attributes, set_attributes
 from .callsites import ShapeFix
 from .placement import Placement
-from .plan import Plan, fold_name
-from .prove import RankRun, Reference, Rewrite, cut_shadow, without_edges
+from .plan import ATTENTION_STYLES, Plan, fold_name
+from .prove import RankRun, Reference, Rewrite, cut_shadow, leave_out
 from .record import Interceptor, ModuleCall, SiteKey, columns, keep_state, running
 from .regions import FoundRegion, _classes, _patterns
 from .shaperule import LocalRun, Noted, Seen, WholeRun, make_fixes
@@ -57,7 +57,9 @@ class Search:
         self.tables, self.region, self.tp_size = placement.tables, region, plan.tp_size
         self.scope = placement.scope(region)
         self.references = references
-        self.inner = without_edges(plan)
+        self.inner = leave_out(
+            plan, lambda m: m.why == "vocabulary" or m.style in ATTENTION_STYLES
+        )  # what one rank can't run alone
         self.values = all(module.norm is None for module in plan.modules)
         shadow = placement.tables.shadow
         self.locals = [cut_shadow(shadow, self.inner.shards, rank) for rank in range(plan.tp_size)]

@@ -166,7 +166,13 @@ def refuse_copies(entry: ModulePlan) -> None:
 
 
 def install_head(module: Any, entry: ModulePlan, group: TPGroup, shared: Shared) -> None:
-    """The output embedding."""
+    """The output embedding.
+
+    Raises:
+        PlanError: its style says that it does something else.
+    """
+    if entry.style not in styles.GATHERING_STYLES:
+        raise PlanError(f"{entry.name} is the plan's head, which gathers its columns: its style can't be {entry.style}")
     refuse_copies(entry)
     insert_class(module, VocabParallelHead)
     prepare(module, group, entry.shards, entry.name)

@@ -96,12 +96,12 @@ class Closed(nn.Module):
         return OneWay.apply(x)
 
 
-def test_without_a_backward_only_the_edges_are_split():
+def test_without_a_backward_nothing_is_split():
     model = tiny("llama")
     model.model.norm = nn.Sequential(model.model.norm, Closed())
     plan = make_plan(model, 2)
     assert plan.proof.startswith("not proved: its backward does not run")
-    assert {m.name for m in plan.modules} == {"model.embed_tokens", "lm_head"} and not plan.regions
+    assert not plan.modules and not plan.regions
     assert any("training mode" in entry.reason for entry in plan.whole)
 
 

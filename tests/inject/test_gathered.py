@@ -1,6 +1,7 @@
 """Layers that no region takes are split by their columns and gathered, and tied modules are planned alike."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,7 +76,11 @@ class Halves(nn.Module):
 
     def forward(self, x):
         both = torch.cat([self.left(x), self.right(x.roll(1, 0))], -1)
-        return self.down(both.unflatten(-1, (2, -1)).softmax(-1).flatten(-2))
+        return self.down(both.unflatten(-1, (4, -1)).softmax(-1).flatten(-2))
+
+
+def sizes_of(layer):
+    return [getattr(layer, key, None) for key in ("in_features", "out_features", "in_channels", "out_channels")]
 
 
 def check_model(group, cls, shape):
@@ -84,6 +89,8 @@ def check_model(group, cls, shape):
     reference = cls()
     x = torch.randn(shape)
     model = autotp.parallelize(copy.deepcopy(reference), group, inputs={"x": torch.randn(3, 7, shape[-1])})
+    for name in (m.name for m in model.autotp_plan.modules if m.style == STYLE):  # they show what they return
+        assert sizes_of(model.get_submodule(name)) == sizes_of(reference.get_submodule(name))
     outputs, grads = [], []
     for each in (reference, model):
         own = x.clone().requires_grad_()
@@ -138,6 +145,14 @@ def test_tied_modules_are_split_alike(ranks):
 def test_a_head_that_the_model_does_not_name_enters_its_input(ranks):
     styles = ranks.run(check_model, TiedHead, (2, 5, 12))[0]
     assert (styles["embed"], styles["head"]) == ("embedding_rowwise", STYLE)
+
+
+def test_a_head_that_does_not_enter_its_input_is_refused():
+    model, inputs = TiedHead(), {"x": torch.randn(2, 5, 12)}
+    plan = autotp.make_plan(model, 2, inputs=inputs)
+    wrong = replace(plan, modules=tuple(replace(m, siblings=None) if m.name == "head" else m for m in plan.modules))
+    with pytest.raises(autotp.errors.ProofError, match="gradient"):
+        autotp.make_plan(model, 2, plan=wrong, inputs=inputs)
 
 
 def test_no_rank_is_left_without_columns(ranks):

@@ -81,6 +81,7 @@ CONTROLS = {
     "another value": ("bloom", 2, "self_attention", {"attrs": lambda m: {key: (2, 2) for key in m.attrs}}),
     "an argument left whole": ("bloom", 2, "self_attention", {"inputs": ()}),
     "a norm over its own columns": ("olmo2", 2, "q_norm", {"norm": None}),
+    "an embedding not summed": ("llama", 2, "embed_tokens", {"style": "local_params"}),
     "another epsilon": ("olmo2", 2, "q_norm", {"norm": lambda m: replace(m.norm, eps=1e-2)}),
 }
 
@@ -96,6 +97,13 @@ def test_a_wrong_plan_is_refused(case):
     assert wrong != plan, "the control changes nothing"
     with pytest.raises(autotp.errors.ProofError):
         make_plan(model, tp_size, plan=wrong)
+
+
+def test_a_head_of_another_style_is_refused():
+    model = build("llama")
+    wrong = change(make_plan(model, 2), "lm_head", style="colwise")
+    with pytest.raises(autotp.errors.PlanError, match="lm_head is the plan's head, which gathers"):
+        make_plan(model, 2, plan=wrong)
 
 
 def test_a_proof_reads_no_weight():

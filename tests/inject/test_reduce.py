@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import autotp
+from autotp.inject.auto import record_runs
 from autotp.inject.reduce import find_reduction
 from autotp.inject.rules import make_plan
 from tests.models import tiny
@@ -73,3 +74,38 @@ def test_regions_inside_their_layers_need_no_other(monkeypatch):
     monkeypatch.setattr(rules, "record_runs", lambda *args, **kwargs: calls.append(kwargs) or record(*args, **kwargs))
     make_plan(tiny("llama", num_hidden_layers=6), 2)
     assert calls == [{}]
+
+
+class Numbered(nn.Module):
+    """Layers that know their number and have settings which happen to equal the number of some; every third is of another kind.
+
+    The model tells the kinds apart by counting, as `zip(config.layer_types, layers)` does.
+    """
+
+    def __init__(self, count=9):
+        super().__init__()
+        self.layers = nn.ModuleList(self.layer(number) for number in range(count))
+
+    @staticmethod
+    def layer(number):
+        layer = nn.Sequential(nn.Linear(16, 64), nn.GELU() if number % 3 else nn.SiLU(), nn.Linear(64, 16))
+        layer.index, layer.kernel, layer[0].heads = number, 4, 7
+        return layer
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer[1] if len(layer) else None, (nn.GELU if number % 3 else nn.SiLU, type(None)))
+            x = x + layer(x)
+        return x
+
+
+def test_a_setting_that_equals_a_number_tells_no_layers_apart():
+    reduction = find_reduction(Numbered())
+    kept = [number for number in range(9) if number not in reduction.dropped["layers"]]
+    assert kept == [0, 1, 2, 3]
+
+
+def test_layers_keep_their_place_in_a_model_that_counts_them():
+    runs = record_runs(Numbered(), inputs={"x": torch.randn(3, 16)})
+    assert runs.reduction.emptied and {key[0].split(".")[1] for key in runs.records[0].sites} == set("0123")
+    assert make_plan(Numbered(), 2, inputs={"x": torch.randn(3, 16)}).split_share > 0.9

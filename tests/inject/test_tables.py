@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from autotp.inject import tables
+from autotp.inject import discover, tables
 from autotp.inject.auto import record_runs
-from autotp.inject.discover import find_grouped_maps
+from autotp.inject.discover import find_grouped_maps, find_shared_maps
 from autotp.inject.record import Recorder
 from autotp.inject.regions import deal_aligned
 from autotp.inject.rules import make_plan
@@ -97,6 +97,17 @@ def test_only_maps_of_parts_are_grouped():
     recorder = Recorder(shadow)
     recorder.run({"x": torch.randn(2, 5, 8, dtype=torch.float64)})
     assert find_grouped_maps(tables.Tables(shadow, [recorder.record])) == {"heads"}
+
+
+def test_numbers_are_made_for_small_maps_alone(monkeypatch):
+    """A trial that sees a map as a plain Parameter fills it: never one of a size that takes memory."""
+    runs = record_runs(tiny("mixtral", num_local_experts=3, num_experts_per_tok=2))
+    made = tables.Tables(runs.shadow, runs.records)
+    found = find_shared_maps(made)
+    assert found
+    largest = max(made.shadow.parameters[name].numel() for name in found)
+    monkeypatch.setattr(discover, "MOST_FILLED", largest - 1)
+    assert all(made.shadow.parameters[name].numel() < largest for name in find_shared_maps(made))
 
 
 @pytest.mark.parametrize(
