@@ -77,7 +77,7 @@ def test_regions_inside_their_layers_need_no_other(monkeypatch):
 
 
 class Numbered(nn.Module):
-    """Layers that know their number and have settings which happen to equal the number of some; every third is of another kind.
+    """Layers that know their number and have settings which happen to equal the number of some; every fourth is of another kind.
 
     The model tells the kinds apart by counting, as `zip(config.layer_types, layers)` does.
     """
@@ -88,13 +88,13 @@ class Numbered(nn.Module):
 
     @staticmethod
     def layer(number):
-        layer = nn.Sequential(nn.Linear(16, 64), nn.GELU() if number % 3 else nn.SiLU(), nn.Linear(64, 16))
+        layer = nn.Sequential(nn.Linear(16, 64), nn.SiLU() if number % 4 == 3 else nn.GELU(), nn.Linear(64, 16))
         layer.index, layer.kernel, layer[0].heads = number, 4, 7
         return layer
 
     def forward(self, x):
         for number, layer in enumerate(self.layers):
-            assert isinstance(layer[1] if len(layer) else None, (nn.GELU if number % 3 else nn.SiLU, type(None)))
+            assert not len(layer) or isinstance(layer[1], nn.SiLU if number % 4 == 3 else nn.GELU)
             x = x + layer(x)
         return x
 
@@ -102,10 +102,16 @@ class Numbered(nn.Module):
 def test_a_setting_that_equals_a_number_tells_no_layers_apart():
     reduction = find_reduction(Numbered())
     kept = [number for number in range(9) if number not in reduction.dropped["layers"]]
-    assert kept == [0, 1, 2, 3]
+    assert kept == [0, 1, 3, 7]
+
+
+def test_layers_of_different_settings_are_not_alike():
+    model = Numbered()
+    model.layers[5].kernel = 3
+    assert 5 not in find_reduction(model).dropped["layers"]
 
 
 def test_layers_keep_their_place_in_a_model_that_counts_them():
     runs = record_runs(Numbered(), inputs={"x": torch.randn(3, 16)})
-    assert runs.reduction.emptied and {key[0].split(".")[1] for key in runs.records[0].sites} == set("0123")
+    assert runs.reduction.emptied and {key[0].split(".")[1] for key in runs.records[0].sites} == set("0137")
     assert make_plan(Numbered(), 2, inputs={"x": torch.randn(3, 16)}).split_share > 0.9
