@@ -316,10 +316,8 @@ class Planner:
             classes = [[region] for region in regions]
         half, before = len(classes) // 2, ({name: dict(attrs) for name, attrs in self.edits.items()}, dict(self.fixes))
         first = self._prove_half(kept, classes[:half])
-        fine = len(first) == len(kept) + sum(map(len, classes[:half])) and before == (
-            self.edits,
-            self.fixes,
-        )  # so the other half is at fault
+        whole = len(first) == len(kept) + sum(map(len, classes[:half]))
+        fine = whole and before == (self.edits, self.fixes)  # so the other half is at fault
         return self._prove_half(first, classes[half:], fine)
 
     def _prove_class(self, kept: list[FoundRegion], regions: list[FoundRegion]) -> None:

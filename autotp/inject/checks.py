@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
 from ..layers.gather import digest_tensors
+from .assemble import read_versions
 from .plan import Plan
-from .rules import read_versions
 
 
 def refuse_unbuilt(**options: Any) -> None:

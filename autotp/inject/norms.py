@@ -11,8 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .intercept import Interceptor, running
 from .plan import NormPlan
-from .record import Interceptor, SiteKey, running
+from .record import SiteKey
 from .shadow import Shadow
 from .tables import Tables
 

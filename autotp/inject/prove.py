@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from ..comm import TPGroup
 from ..errors import ProofError
 from ..shard import Shard
+from .intercept import Interceptor, flatten, keep_state, running
 from .plan import ATTENTION_STYLES, ModulePlan, Plan
-from .record import Call, Interceptor, Record, Site, add_bias, flatten, keep_state, running
+from .record import Call, Record, Site, add_bias
 from .shadow import Shadow
 from .sites import Operands
 from .threads import SoloGroup, ThreadGroup, ThreadRanks

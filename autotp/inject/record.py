@@ -9,26 +9,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from .arguments import copy_arguments
-from .draws import Draws
+from .intercept import Interceptor, flatten, keep_state, map_nested, running
 from .shadow import Shadow
-from .sites import Operands, locate, read_site
-from .smooth import SMOOTH
+from .sites import Operands, locate
 
 SiteKey = tuple[str, tuple[int, ...]]  # a Parameter's name and the dims of it that become output columns
-NARROW = {torch.float32, torch.float16, torch.bfloat16}
-COMPLEX = {torch.complex64, torch.complex32}
 
 
 @dataclass
@@ -106,57 +100,6 @@ class Record:
     order: list[tuple[SiteKey, int]] = field(default_factory=list)
     module_calls: dict[str, list[ModuleCall]] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
-
-
-class Interceptor(TorchFunctionMode):
-    """Shows every site to `respond`, which returns its output; everything else runs, in float64, on stand-ins with numbers."""
-
-    def __init__(self, shadow: Shadow, respond: Callable[[Operands, str, Any, tuple, dict], Tensor]) -> None:
-        super().__init__()
-        self.shadow, self.respond, self.draws = shadow, respond, Draws()
-
-    def __torch_function__(self, func, types_, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in _FLOAT_CASTS:
-            return args[0].double() if args[0].dtype != torch.float64 else args[0]
-        operands = read_site(func, args, kwargs, self._is_weight)
-        if operands is not None:
-            name = self.shadow.find(operands.weight)
-            assert name is not None
-            if not self.shadow.is_transparent(name, operands):
-                return self.respond(operands, name, func, args, kwargs)
-        if func in SMOOTH and args and args[0].is_floating_point():
-            return SMOOTH[func](*args, **kwargs)
-        if func is F.batch_norm:
-            return _batch_norm(*args, **kwargs)
-        if (isinstance(func, types.FunctionType) and "has_torch_function" in func.__code__.co_names) or func in _COMPOSITES:
-            return _open(func, self)(*args, **kwargs)
-        view = self._view(func, args, kwargs)
-        if view is not None:
-            return view
-        args, kwargs = _map(self._widen, args), {key: _map(self._widen, value) for key, value in kwargs.items()}
-        return self.draws.run(func, args, kwargs)
-
-    def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """What `func` makes of a big Parameter, where that is a view of it (an expert, a transpose): it stays without numbers."""
-        first = args[0] if args else None
-        if not isinstance(first, Tensor) or not first.is_meta or self.shadow.find(first) is None:
-            return None
-        try:
-            made = func(*_map(_widen_dtype, args), **{key: _map(_widen_dtype, value) for key, value in kwargs.items()})
-        except (RuntimeError, NotImplementedError, TypeError):  # it mixes the Parameter with tensors that have numbers
-            return None
-        parts = list(flatten(made))
-        return made if parts and all(self.shadow.find(part) is not None for part in parts) else None
-
-    def _is_weight(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.is_floating_point() and self.shadow.find(value) is not None
-
-    def _widen(self, value: Any) -> Any:
-        value = _widen_dtype(value)
-        if isinstance(value, Tensor) and value.is_meta and self.shadow.find(value) is not None:
-            return self.shadow.fill(value)
-        return value
 
 
 class Recorder:
@@ -253,50 +196,6 @@ class Recorder:
 # -- helpers ------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def keep_state(model: nn.Module) -> Iterator[None]:
-    """What a forward stores on the modules (caches, states) is gone afterwards."""
-    before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
-    kept = [(value, dict(value)) for _, own, _ in before for key, value in own.items() if type(value) is dict and key[:1] != "_"]
-    try:
-        yield
-    finally:
-        for value, items in kept:  # caches by key
-            value.clear()
-            value.update(items)
-        for module, attributes, buffers in before:
-            for key in set(vars(module)) - set(attributes):
-                del module.__dict__[key]
-            module.__dict__.update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-
-
-@contextmanager
-def running() -> Iterator[None]:
-    """float64 as the default dtype, no compilation, gradients on: how every forward on a shadow runs."""
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    eager = torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
-    try:
-        with eager, torch.enable_grad():
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-
-
-def flatten(value: Any) -> Iterator[Tensor]:
-    """The tensors in a nest of tuples, lists, dicts and model outputs, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from flatten(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from flatten(item)
-
-
 @functools.lru_cache(maxsize=4096)
 def _forward_names(forward: Any) -> tuple[tuple[str, ...], bool]:
     try:
@@ -357,19 +256,7 @@ def output_shape(func: Any, args: tuple, kwargs: dict) -> torch.Size:
         return value
 
     with torch.no_grad():
-        return func(*_map(to_meta, args), **{k: _map(to_meta, v) for k, v in kwargs.items()}).shape
-
-
-def _map(fn: Callable[[Any], Any], value: Any) -> Any:
-    if type(value) in (tuple, list):
-        return type(value)(_map(fn, item) for item in value)
-    return fn(value)
-
-
-def _widen_dtype(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return torch.float64 if value in NARROW else torch.complex128 if value in COMPLEX else value
-    return value
+        return func(*map_nested(to_meta, args), **{k: map_nested(to_meta, v) for k, v in kwargs.items()}).shape
 
 
 def _size(shape: tuple[int, ...], dims: tuple[int, ...]) -> int:
@@ -377,55 +264,3 @@ def _size(shape: tuple[int, ...], dims: tuple[int, ...]) -> int:
     for dim in dims:
         size *= shape[dim]
     return size
-
-
-def _batch_norm(x, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
-    """Evaluation's batch norm as arithmetic, so that its statistics are seen like Parameters."""
-    if running_mean is None:
-        dims = [d for d in range(x.ndim) if d != 1]
-        running_mean, running_var = x.mean(dims), x.var(dims, unbiased=False)
-    shape = [1, -1] + [1] * (x.ndim - 2)
-    y = (x - running_mean.reshape(shape)) * torch.rsqrt(running_var.reshape(shape) + eps)
-    y = y if weight is None else y * weight.reshape(shape)
-    return y if bias is None else y + bias.reshape(shape)
-
-
-def _depthwise(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-    """A convolution of each channel by itself as arithmetic, which float64 has no fast kernel for; None for any other."""
-    dims = weight.ndim - 2
-    alone = x.ndim == weight.ndim and tuple(weight.shape[:2]) == (groups, 1) and x.shape[1] == groups
-    if groups < 2 or not alone or isinstance(padding, str):
-        return None
-    steps, pads, gaps = (([v] * dims if isinstance(v, int) else list(v) * (dims // len(v))) for v in (stride, padding, dilation))
-    y = F.pad(x, [p for pad in reversed(pads) for p in (pad, pad)])
-    for axis, (size, step, gap) in enumerate(zip(weight.shape[2:], steps, gaps, strict=True)):
-        y = y.unfold(2 + axis, (size - 1) * gap + 1, step)[..., ::gap]
-    y = (y * weight.reshape(groups, *[1] * dims, *weight.shape[2:])).sum(list(range(-dims, 0)))
-    return y if bias is None else y + bias.reshape(-1, *[1] * dims)
-
-
-_CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d}
-_FLOAT_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
-_COMPOSITES = {F.multi_head_attention_forward}
-
-
-@functools.lru_cache(maxsize=256)
-def _opened(func: types.FunctionType) -> types.FunctionType:
-    names = {name: _never for name in func.__code__.co_names if name.startswith("has_torch_function")}
-    opened = types.FunctionType(func.__code__, {**func.__globals__, **names}, func.__name__, func.__defaults__, func.__closure__)
-    opened.__kwdefaults__ = func.__kwdefaults__
-    return opened
-
-
-def _never(*_: Any) -> bool:
-    return False
-
-
-def _open(func: Any, mode: TorchFunctionMode) -> Callable[..., Any]:
-    """A Python function of torch whose own calls are intercepted too."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return _opened(func)(*args, **kwargs)
-
-    return call

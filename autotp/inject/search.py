@@ -21,10 +21,11 @@ from ..errors import PlanError
 from .arguments import copy_arguments
 from .attributes import restore_attributes, set_attributes
 from .callsites import ShapeFix
+from .intercept import Interceptor, keep_state, running
 from .placement import Placement
 from .plan import ATTENTION_STYLES, Plan, fold_name
 from .prove import RankRun, Reference, Rewrite, cut_shadow, leave_out
-from .record import Interceptor, ModuleCall, SiteKey, columns, keep_state, running
+from .record import ModuleCall, SiteKey, columns
 from .regions import FoundRegion, _classes, _patterns
 from .shaperule import LocalRun, Noted, Seen, WholeRun, make_fixes
 from .shaperule import Place as CallPlace

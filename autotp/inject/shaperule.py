@@ -22,7 +22,7 @@ from ..errors import PlanError
 from ..shard import compress_indices
 from .callsites import SECTION_WORDS, SHAPE_WORDS, CallSite, ShapeFix, edit_arguments, edit_sections, edit_shape, find_call_site
 from .indices import axis_mask, find_held, shrunk_axis, target_shape
-from .record import Interceptor
+from .intercept import Interceptor
 
 SHAPES = {"view", "reshape", "unflatten", "expand"}
 SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}

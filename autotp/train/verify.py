@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..comm import TPGroup
 from ..errors import AutoTPError
-from ..inject.record import flatten
+from ..inject.intercept import flatten
 from ..inject.rewrite import unshard
 from ..layers.base import find_group, index_parameters
 from ..layers.clip import grad_norm

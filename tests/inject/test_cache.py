@@ -9,8 +9,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import autotp.inject.rules as rules
+from autotp.inject.assemble import read_versions
 from autotp.inject.cache import find_directory, make_key, read_plan, write_plan
-from autotp.inject.rules import make_plan, read_versions
+from autotp.inject.rules import make_plan
 
 
 def llama(**changes):
