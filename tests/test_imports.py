@@ -1,4 +1,4 @@
-"""Imports only go down: scripts -> cli -> train -> inject -> checkpoint -> layers -> comm, kernels, shard -> errors."""
+"""Imports go down: scripts -> cli -> train -> inject -> checkpoint -> layers -> collectives -> comm, kernels, shard -> errors."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-HEIGHT = dict(errors=0, version=0, shard=1, kernels=1, comm=2, layers=3, checkpoint=4, inject=5, train=6, cli=7, __init__=8)
+HEIGHT = dict(
+    **dict(errors=0, version=0, shard=1, kernels=1, comm=2, collectives=3),
+    **dict(layers=4, checkpoint=5, inject=6, train=7, cli=8, __init__=9),
+)
 
 
 def imported_modules(text: str, package: tuple[str, ...]) -> set[str]:
@@ -51,6 +54,7 @@ def test_imports_go_down(path):
     [
         ("from ..layers.base import x", ("autotp", "kernels"), "kernels", ["autotp.layers.base"]),
         ("from ..comm import x", ("autotp", "kernels"), "kernels", ["autotp.comm"]),
+        ("from .collectives import x", ("autotp",), "comm", ["autotp.collectives"]),
         ("def f():\n    from ..inject import plan", ("autotp", "layers"), "layers", ["autotp.inject"]),
         ("from .. import parallelize", ("autotp", "layers"), "layers", ["autotp.parallelize"]),
         ("import autotp", ("autotp", "layers"), "layers", ["autotp"]),

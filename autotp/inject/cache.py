@@ -20,7 +20,8 @@ from ..errors import PlanError
 from .plan import Plan
 
 _ROOT = Path(__file__).parent.parent
-_SOURCES = ("comm.py", "shard.py", "inject/*.py", "layers/*.py")  # what discovers, proves and carries out a plan
+# What discovers, proves and carries out a plan.
+_SOURCES = ("comm.py", "collectives.py", "shard.py", "inject/*.py", "layers/*.py")
 _PLACES = ("_name_or_path", "transformers_version")  # in a config: where it was read, not what it says
 
 

@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..comm import TPGroup, copy_to_group, gather_from_group, reduce_from_group
+from ..collectives import copy_to_group, gather_from_group, reduce_from_group
+from ..comm import TPGroup
 from ..errors import PlanError
 from ..shard import Cut, Run, Shard, compress_indices, take_runs
 from .base import TensorParallel_Layer, insert_class, plain_class

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import TPGroup, keep_on_first, reduce_from_group
+from ..collectives import keep_on_first, reduce_from_group
+from ..comm import TPGroup
 from ..errors import PlanError
 from ..shard import Shard
 from .base import TensorParallel_Layer, insert_class

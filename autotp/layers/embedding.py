@@ -11,7 +11,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..comm import TPGroup, copy_to_group, gather_from_group, reduce_from_group
+from ..collectives import copy_to_group, gather_from_group, reduce_from_group
+from ..comm import TPGroup
 from ..errors import GatherError, PlanError
 from ..shard import Cut, Shard
 from .base import TensorParallel_Layer

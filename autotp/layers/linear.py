@@ -21,15 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..comm import (
-    TPGroup,
-    copy_columns_to_group,
-    keep_on_first,
-    reduce_owned_from_group,
-    resolve_group,
-    split_to_group,
-    sum_copies,
-)
+from ..collectives import copy_columns_to_group, keep_on_first, reduce_owned_from_group, split_to_group, sum_copies
+from ..comm import TPGroup, resolve_group
 from ..errors import PlanError
 from ..kernels.dispatch import Problem, select
 from ..shard import Cut, Shard

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import TPGroup, copy_to_group, keep_on_first, reduce_from_group, sum_copies
+from ..collectives import copy_to_group, keep_on_first, reduce_from_group, sum_copies
+from ..comm import TPGroup
 from ..errors import PlanError
 from ..shard import Run, Shard, take_runs
 from .base import TensorParallel_Layer, insert_class

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import TPGroup, copy_to_group
+from ..collectives import copy_to_group
+from ..comm import TPGroup
 
 
 class SiblingInput:

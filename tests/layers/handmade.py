@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autotp.comm import TPGroup, copy_to_group, reduce_from_group
+from autotp.collectives import copy_to_group, reduce_from_group
+from autotp.comm import TPGroup
 from autotp.layers.base import TensorParallel_Layer, index_parameters, insert_class
 from autotp.shard import Shard
 
