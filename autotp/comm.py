@@ -1,4 +1,4 @@
-"""The group of ranks that share a model, and how it is found: the only file that talks to `torch.distributed`.
+"""The group of ranks that share a model, and how it is found: the only file that starts collectives of `torch.distributed`.
 
 No gradient passes through its collectives: `autotp/collectives.py` has those that autograd knows.
 """
