@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 from ..errors import PlanError
+from ..layers.base import held_parameters
 from ..layers.entry import SHARDED_LOSS, check_logits_path
 from ..version import __version__
 from . import plan as styles
@@ -57,7 +58,7 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
         PlanError: naming both, and what is planned for each.
     """
     shards, first = plan.shards, {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in held_parameters(model):
         other = first.setdefault(id(parameter), name)
         if shards.get(name) != shards.get(other):
             split, whole = (other, name) if other in shards else (name, other)

@@ -21,7 +21,7 @@ from .placement import Placement
 from .plan import ModulePlan, NormPlan, Plan, Region
 from .prove import Reference, make_reference, prove
 from .record import Record, Recorder
-from .reduce import Reduction, find_reduction
+from .reduce import Reduction, find_reduction, share_unrun
 from .regions import FoundRegion
 from .search import Found, Search
 from .shadow import Shadow
@@ -29,6 +29,8 @@ from .shadow import Shadow
 SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: no plan may hold for one shape alone
 WIDE_SHAPES = ((2, 5), (3, 4))  # the same for models of more than WIDE parameters, whose activations take the memory
 WIDE = 10**9
+RETRIES = 2  # to form other regions of what did not prove
+SHARE_ROUNDS = 3  # other modules in one layer can change what the next one picks
 SEARCH_SECONDS = 40.0  # for the attribute edits of a whole model; a class that needs some finds them in one or two
 
 Assemble = Callable[[dict[str, ModulePlan], tuple[Region, ...], dict[str, str]], Plan]
@@ -44,13 +46,23 @@ class Runs:
     calls: list[dict[str, Any]]
     records: list[Record]
 
+    @property
+    def ran(self) -> set[str]:
+        """Names of the modules that some call runs, and of those whose Parameters it uses without them."""
+        sites = {key[0].rpartition(".")[0] for record in self.records for key in record.sites}
+        return sites.union(*(record.module_calls for record in self.records))
+
     def references(self) -> list[Reference]:
         """The recorded calls with cotangents pulled back, for the proof."""
         return [make_reference(self.shadow, c, r, i) for i, (c, r) in enumerate(zip(self.calls, self.records, strict=True))]
 
 
-def record_runs(model: nn.Module, inputs: Any = None, reduce: bool = True) -> Runs:
+def record_runs(model: nn.Module, inputs: Any = None, reduce: bool = True, tell: Callable[[str], Any] | None = None) -> Runs:
     """Record the example calls `inputs` (a call's keyword arguments, or a list of them), or calls made from the signature.
+
+    Args:
+        reduce: whether layers may stand for others.
+        tell: of a module's name, what like modules must have in common to share one where a forward runs only some of them.
 
     Raises:
         PlanError: no call runs.
@@ -58,11 +70,21 @@ def record_runs(model: nn.Module, inputs: Any = None, reduce: bool = True) -> Ru
     reduction = find_reduction(model) if reduce else Reduction({})
     for chosen in [reduction, replace(reduction, emptied=False), Reduction({})] if reduction else [reduction]:
         try:
-            return _record_with_buffers(model, chosen, inputs)
+            return _record_shared(model, _record_with_buffers(model, chosen, inputs), inputs, tell)
         except Exception:
             if not chosen:  # neither with layers that do nothing nor without them: then all are recorded
                 raise
     raise AssertionError
+
+
+def _record_shared(model: nn.Module, runs: Runs, inputs: Any, tell: Callable[[str], Any] | None) -> Runs:
+    """`runs`, or new ones in which like modules share a few where not all of them ran."""
+    for _ in range(SHARE_ROUNDS):
+        chosen = share_unrun(model, runs.reduction, runs.ran, tell)
+        if chosen.shared == runs.reduction.shared:
+            break
+        runs = _record_with_buffers(model, chosen, inputs)
+    return runs
 
 
 def _record_with_buffers(model: nn.Module, reduction: Reduction, inputs: Any) -> Runs:
@@ -151,7 +173,7 @@ class Planner:
             self.discovery = Discovery(self.runs.shadow, [*base, *more], self.tp_size, self.blocked, len(base))
             self.placement = Placement(self.discovery.tables, self.tp_size, self.norms)
             self.discovery.choose()
-        kept = self._prove_with_groups(self._prove_all())
+        kept = self._prove_others(self._prove_with_groups(self._prove_all()))
         self._gather_rest(kept)
         for seed, refusal in self.discovery.refused.items():
             self.reasons.setdefault(seed[0], str(refusal))
@@ -201,6 +223,20 @@ class Planner:
         shadow.transparent -= names
         vars(self).update(before | {"seconds_left": self.seconds_left})
         self.runs.records = records
+        return kept
+
+    def _prove_others(self, kept: list[FoundRegion]) -> list[FoundRegion]:
+        """`kept`, with regions that sites of those which did not prove can form as well."""
+        for _ in range(RETRIES):
+            failed = [region for region in self.discovery.regions if not any(region is other for other in kept)]
+            if not failed:
+                break
+            self.discovery.banned |= {key for region in failed for key in region.rows}
+            self.discovery.regions = list(kept)
+            found = self.discovery.choose()[len(kept) :]
+            if not found:
+                break
+            kept = self._prove_half(kept, self._by_class(found))
         return kept
 
     def _discover_again(self) -> Discovery:
@@ -267,13 +303,17 @@ class Planner:
         except (ProofError, PlanError):
             if not self.discovery.regions:
                 raise
-        classes: dict[Any, list[FoundRegion]] = {}
-        for region in self.discovery.regions:
-            classes.setdefault(class_of(self.discovery.tables, next(iter(region.rows))), []).append(region)
-        if len(classes) > 1 and self._edit_first(list(classes.values())):
+        classes = self._by_class(self.discovery.regions)
+        if len(classes) > 1 and self._edit_first(classes):
             return self.discovery.regions
         self.attempt([])  # nothing proves on top of what does not
-        return self._prove_half([], list(classes.values()), failed=True)
+        return self._prove_half([], classes, failed=True)
+
+    def _by_class(self, regions: Iterable[FoundRegion]) -> list[list[FoundRegion]]:
+        classes: dict[Any, list[FoundRegion]] = {}
+        for region in regions:
+            classes.setdefault(class_of(self.discovery.tables, next(iter(region.rows))), []).append(region)
+        return list(classes.values())
 
     def _edit_first(self, classes: list[list[FoundRegion]]) -> bool:
         """Whether all regions prove together with the edits that each class of them needs to run by itself."""

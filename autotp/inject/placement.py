@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from ..errors import PlanError
+from ..layers.base import held_parameters
 from ..layers.conv import local_groups
 from ..shard import Shard
 from .indices import merge_inputs, single_runs
@@ -76,7 +77,7 @@ class Placement:
         self.called = {name for record in tables.records for name in record.module_calls}
         self.site_parameters = {key[0] for key in tables.sites}
         self.names: dict[int, list[str]] = defaultdict(list)  # id of a Parameter -> its names
-        for name, parameter in tables.shadow.model.named_parameters(remove_duplicate=False):
+        for name, parameter in held_parameters(tables.shadow.model):
             self.names[id(parameter)].append(name)
         self.placed: dict[int, tuple[FoundRegion, dict[str, Facets]]] = {}
 

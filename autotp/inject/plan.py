@@ -26,6 +26,7 @@ SPLITTING_STYLES = ("rowwise_split_input", "rowwise_rep")
 EMBEDDING_STYLES = ("embedding_rowwise", "embedding_colwise")
 # Only in plans that say themselves who reduces and who enters, not in a caller's dict.
 PARTIAL_STYLES = ("rowwise_partial",)
+CALLED_STYLES = COLUMN_STYLES + ROW_STYLES + EMBEDDING_STYLES + PARTIAL_STYLES  # of modules that compute by themselves
 ATTENTION_STYLES = ("multihead_attention",)  # nn.MultiheadAttention with its out_proj: a rule of its own
 SUM_STYLES = ("replicated_with_grad_allreduce",)
 MISC_STYLES = ("mla_kv_a_proj", "local_params", "replicate", "whole")

@@ -128,7 +128,7 @@ def _discover_beside(model: nn.Module, runs: Runs, tp_size: int, head: str, inpu
     if runs.reduction.crosses(made.regions):
         every = record_runs(model, inputs, reduce=False)
         try:
-            prove(every.shadow, made, every.references(), rewrite_modules)
+            prove(every.shadow, keep_modules(made, every.reduction) or made, every.references(), rewrite_modules)
         except (ProofError, PlanError):
             made = Planner(every, tp_size, edge_parameters(model), sizes, assemble, rewrite_modules).plan()
     check_ties(model, made)
@@ -163,7 +163,10 @@ def _prove_on_calls(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
         kept = keep_modules(plan, runs.reduction)
         if kept is None or runs.reduction.crosses(plan.regions):  # layers that are not planned each by itself are all run
             runs = record_runs(model, inputs, reduce=False)
-            kept = plan
+            kept = keep_modules(plan, runs.reduction)
+        if kept is None:  # members of what a forward picks from differ: each kind of them has to run
+            runs = record_runs(model, inputs, reduce=False, tell=lambda name: repr(_member_plans(plan, name)))
+            kept = keep_modules(plan, runs.reduction) or plan
     except PlanError as error:
         if inputs is not None:
             raise
@@ -175,7 +178,24 @@ def _prove_on_calls(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
             f"the plan does not compute what {type(model).__name__} does: {error}. Every linear that meets the split ones must "
             f"be in the plan (a sibling is missing?), or that module's attributes edited; plan='auto' finds a plan that fits."
         ) from error
-    return replace(plan, proof="proved")
+    unrun = [m.name for m in kept.modules if m.style in styles.CALLED_STYLES and m.name not in runs.ran]
+    for name in unrun:
+        if any(name.startswith(f"{own}.") for own in runs.reduction.shared):
+            raise ProofError(
+                f"{name} is planned otherwise than its like, and no example call runs it: plan all of them alike, or pass "
+                f"inputs= that reach it"
+            )
+    return replace(plan, proof="proved" if not unrun else f"proved but for what no example call runs: {', '.join(unrun)}")
+
+
+def _member_plans(plan: Plan, name: str) -> list[ModulePlan]:
+    """What a plan says of module `name` and those in it, by their names in there."""
+    inside = [m for m in plan.modules if m.name == name or m.name.startswith(f"{name}.")]
+    return [_compared(replace(m, name=m.name[len(name) :])) for m in inside]
+
+
+def _compared(module: ModulePlan) -> ModulePlan:
+    return replace(module, siblings=None if module.siblings is None else "", source="", why="")
 
 
 def keep_modules(plan: Plan, reduction: Reduction) -> Plan | None:
@@ -183,11 +203,7 @@ def keep_modules(plan: Plan, reduction: Reduction) -> Plan | None:
     kept = {m.name: m for m in plan.modules if reduction.holds(m.name)}
     regions = tuple(r for r in plan.regions if all(map(reduction.holds, (r.scope, *r.columns, *r.rows))))
     grown, _ = reduction.expand(kept, ())
-
-    def compared(module: ModulePlan) -> ModulePlan:
-        return replace(module, siblings=None if module.siblings is None else "", source="", why="")
-
-    if {n: compared(m) for n, m in grown.items()} != {m.name: compared(m) for m in plan.modules}:
+    if {n: _compared(m) for n, m in grown.items()} != {m.name: _compared(m) for m in plan.modules}:
         return None
     return replace(plan, modules=tuple(kept.values()), regions=regions)
 
