@@ -19,6 +19,7 @@ from . import plan as styles
 from .edges import plan_edges
 from .pairs import pair_regions
 from .plan import ModulePlan, Plan, WholePlan
+from .regions import TOO_FEW
 from .specs import Spec
 
 
@@ -66,6 +67,21 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
                 f"{split} and {whole} are one tied tensor, but the plan splits the first and the second {what}. Plan both alike: "
                 f"'whole' for both modules (or head='whole'), or 'embedding_rowwise' and 'colwise_gather_output'."
             )
+
+
+def check_units(plan: Plan) -> None:
+    """Refuse a plan that leaves something whole, or gathers it, because it has fewer units than there are ranks.
+
+    Raises:
+        PlanError: with the names and the numbers of all of it.
+    """
+    said = [entry.reason for entry in plan.whole] + [module.why for module in plan.modules]
+    found = dict.fromkeys(why[why.index(TOO_FEW) :] for why in said if TOO_FEW in why)
+    if found:
+        raise PlanError(
+            f"few_units='refuse', but {'; '.join(found)}. Use fewer ranks than {plan.tp_size}, or few_units='whole' to have this "
+            f"computed on every rank."
+        )
 
 
 def assemble_specs(model: nn.Module, tp_size: int, specs: dict[str, Spec], head: str, source: str) -> Plan:

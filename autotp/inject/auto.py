@@ -22,7 +22,7 @@ from .plan import ModulePlan, NormPlan, Plan, Region
 from .prove import Reference, make_reference, prove
 from .record import Record, Recorder
 from .reduce import Reduction, find_reduction
-from .regions import FoundRegion
+from .regions import TOO_FEW, FoundRegion
 from .search import Found, Search
 from .shadow import Shadow
 
@@ -152,6 +152,9 @@ class Planner:
             self.placement = Placement(self.discovery.tables, self.tp_size, self.norms)
             self.discovery.choose()
         kept = self._prove_with_groups(self._prove_all())
+        for refusal in self.discovery.refused.values():
+            if refusal.reason == TOO_FEW:
+                self.reasons |= {key[0]: str(refusal) for key in refusal.sites if key[0] not in self.reasons}
         self._gather_rest(kept)
         for seed, refusal in self.discovery.refused.items():
             self.reasons.setdefault(seed[0], str(refusal))
@@ -231,9 +234,9 @@ class Planner:
             base = modules.get(name, ModulePlan(name, "local_params", source="discovered"))
             attrs = {**base.attrs, **self.edits.get(name, {})}
             modules[name] = replace(base, attrs=attrs, fixes=self.fixes.get(name, ()))
-        if whole:
-            modules, listed = self.runs.reduction.expand(modules, listed)
-        return self.assemble(modules, listed, self.reasons)
+        if not whole:
+            return self.assemble(modules, listed, self.reasons)
+        return self.assemble(*self.runs.reduction.expand(modules, listed), self.runs.reduction.spread(self.reasons))
 
     def attempt(self, regions: Sequence[FoundRegion]) -> None:
         """Build and prove.
@@ -246,7 +249,7 @@ class Planner:
 
     def _gather_rest(self, kept: Sequence[FoundRegion]) -> None:
         """Split what no region takes by its columns, where that proves and is worth it."""
-        classes = plan_gathered(self.placement, self.placement.place(kept)[0], self.blocked, self.sizes)
+        classes = plan_gathered(self.placement, self.placement.place(kept)[0], self.blocked, self.sizes, self.reasons)
         together = {name: plan for plans in classes for name, plan in plans.items()}
         for plans in [together, *classes] if len(classes) > 1 else classes:
             if all(name in self.gathered for name in plans):
@@ -257,7 +260,8 @@ class Planner:
                 self.attempt(kept)
             except (ProofError, PlanError) as error:
                 self.gathered = before
-                self.reasons |= {f"{name}.weight": f"not proved: {error}" for name in plans}
+                for name in plans:
+                    self.reasons.setdefault(f"{name}.weight", f"not proved: {error}")
 
     def _prove_all(self) -> list[FoundRegion]:
         """All regions together if they prove; otherwise one class of them after the other, what fails being left out."""

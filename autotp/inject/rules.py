@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from ..errors import PlanError, ProofError
 from . import plan as styles
-from .assemble import assemble_specs, check_plan, check_ties, finish_plan, list_whole, read_versions
+from .assemble import assemble_specs, check_plan, check_ties, check_units, finish_plan, list_whole, read_versions
 from .auto import Planner, Runs, record_runs
 from .cache import drop_plan, make_key, read_plan, write_plan
 from .draws import keep_random
@@ -30,7 +30,12 @@ from .swap import rewrite_modules
 
 @keep_random()
 def make_plan(
-    model_or_config: nn.Module | PreTrainedConfig, tp_size: int, plan: Any = "auto", head: str = "auto", inputs: Any = None
+    model_or_config: nn.Module | PreTrainedConfig,
+    tp_size: int,
+    plan: Any = "auto",
+    head: str = "auto",
+    inputs: Any = None,
+    few_units: str = "whole",
 ) -> Plan:
     """The plan for a model over `tp_size` ranks; touches no weight, so a config or a model on meta will do.
 
@@ -42,6 +47,8 @@ def make_plan(
         head: "auto" splits the vocabulary of embedding and head; "whole" leaves the head (and a tied embedding) whole.
         inputs: example calls (keyword arguments of forward, or a list of them) that together run every part to be split;
             None makes them from the signature and the config of a transformers model.
+        few_units: what has fewer units (neurons, heads) than there are ranks is left "whole", or gathered, and the plan gives
+            the numbers; "refuse" raises instead.
 
     Raises:
         PlanError: what the plan names does not exist, is half a pair, or can't be dealt to `tp_size` ranks.
@@ -51,7 +58,16 @@ def make_plan(
         raise PlanError(f"tp_size={tp_size!r} is not a number of ranks")
     if head not in ("auto", "whole"):
         raise PlanError(f"head={head!r} is neither 'auto' nor 'whole'")
+    if few_units not in ("whole", "refuse"):
+        raise PlanError(f"few_units={few_units!r} is neither 'whole' nor 'refuse'")
     model = build_on_meta(model_or_config) if isinstance(model_or_config, PreTrainedConfig) else model_or_config
+    made = _make_plan(model, tp_size, plan, head, inputs)
+    if few_units == "refuse":
+        check_units(made)
+    return made
+
+
+def _make_plan(model: nn.Module, tp_size: int, plan: Any, head: str, inputs: Any) -> Plan:
     if isinstance(plan, Plan):
         check_plan(model, plan, tp_size)
         made = list_whole(model, plan)
@@ -206,6 +222,3 @@ def build_on_meta(config: PreTrainedConfig) -> nn.Module:
                 model = transformers.AutoModel.from_config(config)
     model.tie_weights()  # accelerate gives every name a Parameter of its own
     return model
-
-
-# -- putting a plan together --------------------------------------------------------------------------------------------
