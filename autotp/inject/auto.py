@@ -15,7 +15,9 @@ from ..errors import AutoTPError, PlanError, ProofError
 from .callsites import ShapeFix
 from .discover import Discovery, class_of, find_grouped_maps, find_shared_maps, move_name
 from .examples import make_examples
+from .forwards import Forward, replace_forward
 from .gathered import plan_gathered
+from .hints import Hints
 from .norms import find_norms
 from .placement import Placement
 from .plan import ModulePlan, NormPlan, Plan, Region
@@ -49,8 +51,10 @@ class Runs:
         return [make_reference(self.shadow, c, r, i) for i, (c, r) in enumerate(zip(self.calls, self.records, strict=True))]
 
 
-def record_runs(model: nn.Module, inputs: Any = None, reduce: bool = True) -> Runs:
+def record_runs(model: nn.Module, inputs: Any = None, reduce: bool = True, forwards: Mapping[str, Forward] | None = None) -> Runs:
     """Record the example calls `inputs` (a call's keyword arguments, or a list of them), or calls made from the signature.
+
+    `forwards` stand for those of the modules that they are named by.
 
     Raises:
         PlanError: no call runs.
@@ -58,22 +62,28 @@ def record_runs(model: nn.Module, inputs: Any = None, reduce: bool = True) -> Ru
     reduction = find_reduction(model) if reduce else Reduction({})
     for chosen in [reduction, replace(reduction, emptied=False), Reduction({})] if reduction else [reduction]:
         try:
-            return _record_with_buffers(model, chosen, inputs)
+            return _record_with_buffers(model, chosen, inputs, forwards or {})
         except Exception:
             if not chosen:  # neither with layers that do nothing nor without them: then all are recorded
                 raise
     raise AssertionError
 
 
-def _record_with_buffers(model: nn.Module, reduction: Reduction, inputs: Any) -> Runs:
+def _record_with_buffers(model: nn.Module, reduction: Reduction, inputs: Any, forwards: Mapping[str, Forward]) -> Runs:
+    def make_shadow(buffers_need_grad: bool) -> Shadow:
+        shadow = Shadow(model, buffers_need_grad=buffers_need_grad, reduction=reduction)
+        for name in filter(reduction.holds, forwards):
+            replace_forward(shadow.model.get_submodule(name), name, forwards[name])
+        return shadow
+
     try:
-        return _record_runs(Shadow(model, reduction=reduction), reduction, model, inputs)
+        return _record_runs(make_shadow(True), reduction, model, inputs)
     except AutoTPError:
         raise
     except RuntimeError as error:  # a buffer that is written in place can't take a gradient
         if "requires grad" not in str(error):
             raise
-    return _record_runs(Shadow(model, buffers_need_grad=False, reduction=reduction), reduction, model, inputs)
+    return _record_runs(make_shadow(False), reduction, model, inputs)
 
 
 def _record_runs(shadow: Shadow, reduction: Reduction, model: nn.Module, inputs: Any) -> Runs:
@@ -124,9 +134,17 @@ class Planner:
     """Puts regions together into a plan and proves it; a region that does not run gets edits and fixes, or is left out."""
 
     def __init__(
-        self, runs: Runs, tp_size: int, blocked: set[str], sizes: Mapping[str, int], assemble: Assemble, rewrite: Rewrite
+        self,
+        runs: Runs,
+        tp_size: int,
+        blocked: set[str],
+        sizes: Mapping[str, int],
+        assemble: Assemble,
+        rewrite: Rewrite,
+        hints: Hints | None = None,
     ) -> None:
         """`blocked`: Parameters that follow rules of their own; `sizes`: parameters of the whole model by folded name."""
+        self.hints = hints or Hints()
         self.discovery = Discovery(runs.shadow, runs.records, tp_size, blocked)
         self.placement = Placement(self.discovery.tables, tp_size)
         self.tp_size, self.blocked, self.sizes = tp_size, blocked, sizes
@@ -234,6 +252,7 @@ class Planner:
             base = modules.get(name, ModulePlan(name, "local_params", source="discovered"))
             attrs = {**base.attrs, **self.edits.get(name, {})}
             modules[name] = replace(base, attrs=attrs, fixes=self.fixes.get(name, ()))
+        self.hints.add_to(modules, map(self.placement.scope, regions), self.runs.reduction.holds)
         if not whole:
             return self.assemble(modules, listed, self.reasons)
         return self.assemble(*self.runs.reduction.expand(modules, listed), self.runs.reduction.spread(self.reasons))
@@ -299,7 +318,7 @@ class Planner:
         beside = [other for other in kept if self.placement.scope(other) == scope]  # whose edits are in place
         share = min(1.0, max(0.05, self.seconds_left / SEARCH_SECONDS))  # later classes of a model that takes long get less
         plan = self.build([*beside, region])
-        return Search(self.placement, region, plan, self.references, self.rewrite, share)
+        return Search(self.placement, region, plan, self.references, self.rewrite, share, self.hints.edits)
 
     def _prove_half(self, kept: list[FoundRegion], classes: list[list[FoundRegion]], failed: bool = False) -> list[FoundRegion]:
         """What proves of `classes` on top of `kept`, with `kept`: all at once, or else the one half and then the other."""

@@ -29,7 +29,7 @@ def plan_gathered(
     Args:
         blocked: names of Parameters that follow rules of their own.
         sizes: number of parameters of the whole model by folded name (layer numbers as "*").
-        reasons: why no region takes a Parameter, where that is a matter of numbers.
+        reasons: why no region takes a Parameter, where that is known.
     """
     found: dict[tuple[int, ...], list[SiteKey]] = {}  # the tensors that they read -> the layers
     for key, site in placement.tables.sites.items():
@@ -71,5 +71,5 @@ def plan_layer(placement: Placement, key: SiteKey, siblings: str, reason: str) -
     shards = {"weight": Shard.even(site.shape, site.out_dims[0], placement.tp_size)}
     if f"{owner}.bias" in site.biases:
         shards["bias"] = Shard.even((site.out_size,), 0, placement.tp_size)
-    why = f"no region takes it: {reason}" if reason else "no region takes it"
+    why = f"no region takes it: {fold_name(reason)}" if reason else "no region takes it"
     return ModulePlan(owner, "colwise_gather_output", shards, siblings=siblings, source="discovered", why=why)
