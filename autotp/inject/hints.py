@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import PlanError, ProofError
 from . import plan as styles
-from .forwards import Forward, find_forward, name_forward
+from .forwards import Forward, name_forward
 from .plan import ModulePlan, Plan
 from .reduce import Reduction
 from .specs import Spec, match_names
@@ -159,10 +159,10 @@ def spell(value: Any) -> Any:
 
 
 def check_given(plan: Plan, hints: Hints) -> None:
-    """Refuse hints that do not belong to a plan made before, which says its edits itself but can't hold functions.
+    """Refuse hints that do not belong to a plan made before, which says its edits itself; what it lacks, the rewrite refuses.
 
     Raises:
-        PlanError: edits, a forward that is missing, or one of which the plan says nothing.
+        PlanError: edits, or a forward of which the plan says nothing.
     """
     if hints.edits:
         name = next(iter(hints.edits))
@@ -173,9 +173,6 @@ def check_given(plan: Plan, hints: Hints) -> None:
     for name, function in hints.forwards.items():
         if name not in plan.by_name or plan[name].forward is None:
             raise PlanError(f"{name}: the plan was made without {name_forward(function)}: make it again with attrs=")
-    for module in plan.modules:
-        if module.forward is not None:
-            find_forward(hints.forwards, module.name, module.forward)
 
 
 def check_used(plan: Plan, hints: Hints) -> None:
