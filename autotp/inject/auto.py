@@ -15,14 +15,16 @@ from ..errors import AutoTPError, PlanError, ProofError
 from .callsites import ShapeFix
 from .discover import Discovery, class_of, find_grouped_maps, find_shared_maps, move_name
 from .examples import make_examples
+from .forwards import Forward, replace_forward
 from .gathered import plan_gathered
+from .hints import Hints
 from .norms import find_norms
 from .placement import Placement
 from .plan import ModulePlan, NormPlan, Plan, Region
 from .prove import Reference, make_reference, prove
 from .record import Record, Recorder
 from .reduce import Reduction, find_reduction, share_unrun
-from .regions import FoundRegion
+from .regions import TOO_FEW, FoundRegion
 from .search import Found, Search
 from .shadow import Shadow
 
@@ -57,11 +59,18 @@ class Runs:
         return [make_reference(self.shadow, c, r, i) for i, (c, r) in enumerate(zip(self.calls, self.records, strict=True))]
 
 
-def record_runs(model: nn.Module, inputs: Any = None, reduce: bool = True, tell: Callable[[str], Any] | None = None) -> Runs:
+def record_runs(
+    model: nn.Module,
+    inputs: Any = None,
+    reduce: bool = True,
+    forwards: Mapping[str, Forward] | None = None,
+    tell: Callable[[str], Any] | None = None,
+) -> Runs:
     """Record the example calls `inputs` (a call's keyword arguments, or a list of them), or calls made from the signature.
 
     Args:
         reduce: whether layers may stand for others.
+        forwards: they stand for those of the modules that they are named by.
         tell: of a module's name, what like modules must have in common to share one where a forward runs only some of them.
 
     Raises:
@@ -70,32 +79,40 @@ def record_runs(model: nn.Module, inputs: Any = None, reduce: bool = True, tell:
     reduction = find_reduction(model) if reduce else Reduction({})
     for chosen in [reduction, replace(reduction, emptied=False), Reduction({})] if reduction else [reduction]:
         try:
-            return _record_shared(model, _record_with_buffers(model, chosen, inputs), inputs, tell)
+            return _record_shared(
+                model, _record_with_buffers(model, chosen, inputs, forwards or {}), inputs, forwards or {}, tell
+            )
         except Exception:
             if not chosen:  # neither with layers that do nothing nor without them: then all are recorded
                 raise
     raise AssertionError
 
 
-def _record_shared(model: nn.Module, runs: Runs, inputs: Any, tell: Callable[[str], Any] | None) -> Runs:
+def _record_shared(model: nn.Module, runs: Runs, inputs: Any, forwards: Mapping[str, Forward], tell: Any) -> Runs:
     """`runs`, or new ones in which like modules share a few where not all of them ran."""
     for _ in range(SHARE_ROUNDS):
         chosen = share_unrun(model, runs.reduction, runs.ran, tell)
         if chosen.shared == runs.reduction.shared:
             break
-        runs = _record_with_buffers(model, chosen, inputs)
+        runs = _record_with_buffers(model, chosen, inputs, forwards)
     return runs
 
 
-def _record_with_buffers(model: nn.Module, reduction: Reduction, inputs: Any) -> Runs:
+def _record_with_buffers(model: nn.Module, reduction: Reduction, inputs: Any, forwards: Mapping[str, Forward]) -> Runs:
+    def make_shadow(buffers_need_grad: bool) -> Shadow:
+        shadow = Shadow(model, buffers_need_grad=buffers_need_grad, reduction=reduction)
+        for name in filter(reduction.holds, forwards):
+            replace_forward(shadow.model.get_submodule(name), name, forwards[name])
+        return shadow
+
     try:
-        return _record_runs(Shadow(model, reduction=reduction), reduction, model, inputs)
+        return _record_runs(make_shadow(True), reduction, model, inputs)
     except AutoTPError:
         raise
     except RuntimeError as error:  # a buffer that is written in place can't take a gradient
         if "requires grad" not in str(error):
             raise
-    return _record_runs(Shadow(model, buffers_need_grad=False, reduction=reduction), reduction, model, inputs)
+    return _record_runs(make_shadow(False), reduction, model, inputs)
 
 
 def _record_runs(shadow: Shadow, reduction: Reduction, model: nn.Module, inputs: Any) -> Runs:
@@ -146,9 +163,17 @@ class Planner:
     """Puts regions together into a plan and proves it; a region that does not run gets edits and fixes, or is left out."""
 
     def __init__(
-        self, runs: Runs, tp_size: int, blocked: set[str], sizes: Mapping[str, int], assemble: Assemble, rewrite: Rewrite
+        self,
+        runs: Runs,
+        tp_size: int,
+        blocked: set[str],
+        sizes: Mapping[str, int],
+        assemble: Assemble,
+        rewrite: Rewrite,
+        hints: Hints | None = None,
     ) -> None:
         """`blocked`: Parameters that follow rules of their own; `sizes`: parameters of the whole model by folded name."""
+        self.hints = hints or Hints()
         self.discovery = Discovery(runs.shadow, runs.records, tp_size, blocked)
         self.placement = Placement(self.discovery.tables, tp_size)
         self.tp_size, self.blocked, self.sizes = tp_size, blocked, sizes
@@ -174,6 +199,9 @@ class Planner:
             self.placement = Placement(self.discovery.tables, self.tp_size, self.norms)
             self.discovery.choose()
         kept = self._prove_others(self._prove_with_groups(self._prove_all()))
+        for refusal in self.discovery.refused.values():
+            if refusal.reason == TOO_FEW:
+                self.reasons |= {key[0]: str(refusal) for key in refusal.sites if key[0] not in self.reasons}
         self._gather_rest(kept)
         for seed, refusal in self.discovery.refused.items():
             self.reasons.setdefault(seed[0], str(refusal))
@@ -267,9 +295,10 @@ class Planner:
             base = modules.get(name, ModulePlan(name, "local_params", source="discovered"))
             attrs = {**base.attrs, **self.edits.get(name, {})}
             modules[name] = replace(base, attrs=attrs, fixes=self.fixes.get(name, ()))
-        if whole:
-            modules, listed = self.runs.reduction.expand(modules, listed)
-        return self.assemble(modules, listed, self.reasons)
+        self.hints.add_to(modules, map(self.placement.scope, regions), self.runs.reduction.holds)
+        if not whole:
+            return self.assemble(modules, listed, self.reasons)
+        return self.assemble(*self.runs.reduction.expand(modules, listed), self.runs.reduction.spread(self.reasons))
 
     def attempt(self, regions: Sequence[FoundRegion]) -> None:
         """Build and prove.
@@ -282,7 +311,7 @@ class Planner:
 
     def _gather_rest(self, kept: Sequence[FoundRegion]) -> None:
         """Split what no region takes by its columns, where that proves and is worth it."""
-        classes = plan_gathered(self.placement, self.placement.place(kept)[0], self.blocked, self.sizes)
+        classes = plan_gathered(self.placement, self.placement.place(kept)[0], self.blocked, self.sizes, self.reasons)
         together = {name: plan for plans in classes for name, plan in plans.items()}
         for plans in [together, *classes] if len(classes) > 1 else classes:
             if all(name in self.gathered for name in plans):
@@ -293,7 +322,8 @@ class Planner:
                 self.attempt(kept)
             except (ProofError, PlanError) as error:
                 self.gathered = before
-                self.reasons |= {f"{name}.weight": f"not proved: {error}" for name in plans}
+                for name in plans:
+                    self.reasons.setdefault(f"{name}.weight", f"not proved: {error}")
 
     def _prove_all(self) -> list[FoundRegion]:
         """All regions together if they prove; otherwise one class of them after the other, what fails being left out."""
@@ -335,7 +365,7 @@ class Planner:
         beside = [other for other in kept if self.placement.scope(other) == scope]  # whose edits are in place
         share = min(1.0, max(0.05, self.seconds_left / SEARCH_SECONDS))  # later classes of a model that takes long get less
         plan = self.build([*beside, region])
-        return Search(self.placement, region, plan, self.references, self.rewrite, share)
+        return Search(self.placement, region, plan, self.references, self.rewrite, share, self.hints.edits)
 
     def _prove_half(self, kept: list[FoundRegion], classes: list[list[FoundRegion]], failed: bool = False) -> list[FoundRegion]:
         """What proves of `classes` on top of `kept`, with `kept`: all at once, or else the one half and then the other."""

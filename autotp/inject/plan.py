@@ -99,7 +99,7 @@ class ModulePlan:
         inputs: what is done to arguments of forward; outputs: which outputs (index into a tuple or by order into a
             ModelOutput, 0 for a lone tensor) are partial sums that are all-reduced when the module returns.
         norm: the module is a norm over a dealt width, and its forward is replaced.
-        forward: name of a replacement forward registered elsewhere; reserved.
+        forward: name of the replacement forward that the module needs; whoever carries the plan out gives the function.
         fixes: calls in the module's own forward, and in what that calls, which write or take another size on each rank.
     """
 

@@ -93,6 +93,17 @@ class Reduction:
             listed = [widen_region(r, old, new) for r in listed]
         return grown, tuple(listed)
 
+    def spread(self, reasons: Mapping[str, str]) -> dict[str, str]:
+        """What is said of a member's Parameters, said of those of the dropped ones that it stands for too."""
+        grown = dict(reasons)
+        for own, members in self.dropped.items():
+            for number, stands in members.items():
+                old, new = f"{own}.{stands}", f"{own}.{number}"
+                for name, reason in list(grown.items()):
+                    if name.startswith(old + "."):
+                        grown.setdefault(new + name[len(old) :], reason)
+        return grown
+
 
 def empty(module: Any) -> None:
     """Leave nothing of a module but its class and its plain attributes; it returns its first argument."""
