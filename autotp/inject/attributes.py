@@ -28,7 +28,7 @@ def set_attributes(module: nn.Module, name: str, attrs: Mapping[str, tuple[Any, 
         target = getattr(module, holder, None) if holder else module
         if target is None or "." in holder or not hasattr(target, own):
             raise PlanError(f"the plan edits {key} of {name}, which this {type(module).__name__} does not have")
-        value = list(each[rank]) if isinstance(getattr(target, own), list) else each[rank]
+        value = nest_like(each[rank], getattr(target, own))
         if holder:
             views.setdefault(holder, {})[own] = value
         else:
@@ -39,6 +39,15 @@ def set_attributes(module: nn.Module, name: str, attrs: Mapping[str, tuple[Any, 
         module.__dict__[_KEPT] = {key: getattr(module, key) for key in values}
     for key, value in values.items():
         setattr(module, key, value)
+
+
+def nest_like(value: Any, old: Any) -> Any:
+    """`value`, whose nests are tuples, with lists where `old` has lists."""
+    if not isinstance(value, (list, tuple)) or not isinstance(old, (list, tuple)):
+        return value
+    if len(value) == len(old):
+        value = tuple(nest_like(v, o) for v, o in zip(value, old, strict=True))
+    return list(value) if isinstance(old, list) else value
 
 
 def restore_attributes(module: nn.Module) -> None:

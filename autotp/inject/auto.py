@@ -27,6 +27,7 @@ from .reduce import Reduction, find_reduction, share_unrun
 from .regions import TOO_FEW, FoundRegion
 from .search import Found, Search
 from .shadow import Shadow
+from .whole import explain_whole, spread
 
 SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: no plan may hold for one shape alone
 WIDE_SHAPES = ((2, 5), (3, 4))  # the same for models of more than WIDE parameters, whose activations take the memory
@@ -208,6 +209,8 @@ class Planner:
         for region in self.discovery.skipped:
             for key in region.sites:
                 self.reasons.setdefault(key[0], "too small a region to be worth an all-reduce")
+        rest = explain_whole(self.placement, self.references, self.runs.reduction)
+        self.reasons = {**rest, **spread(self.reasons, self.runs.reduction)}
         return replace(self.build(kept, whole=True), proof="proved")
 
     def _choose_with_norms(self) -> None:

@@ -49,7 +49,7 @@ class Interceptor(TorchFunctionMode):
             return SMOOTH[func](*args, **kwargs)
         if func is F.batch_norm:
             return _batch_norm(*args, **kwargs)
-        if (isinstance(func, types.FunctionType) and "has_torch_function" in func.__code__.co_names) or func in _COMPOSITES:
+        if _is_composite(func):
             return _open(func, self)(*args, **kwargs)
         view = self._view(func, args, kwargs)
         if view is not None:
@@ -169,6 +169,16 @@ _FLOAT_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
 
 
 _COMPOSITES = {F.multi_head_attention_forward}
+
+
+def _is_composite(func: Any) -> bool:
+    """Whether `func` is Python code of torch that can be opened: it looks for overriding by a global name, replaced in `_opened`.
+
+    A few (`torch._assert`, the arithmetic of symbolic integers) look through a module: those run as they are.
+    """
+    if not isinstance(func, types.FunctionType):
+        return False
+    return func in _COMPOSITES or ("has_torch_function" in func.__code__.co_names and "has_torch_function" in func.__globals__)
 
 
 @functools.lru_cache(maxsize=256)

@@ -25,7 +25,7 @@ from ..shard import Shard
 from .intercept import Interceptor, flatten, keep_state, running
 from .plan import ATTENTION_STYLES, ModulePlan, Plan
 from .record import Call, Record, Site, add_bias
-from .shadow import Shadow
+from .shadow import Shadow, copy_model
 from .sites import Operands
 from .threads import SoloGroup, ThreadGroup, ThreadRanks
 
@@ -45,7 +45,7 @@ def cut_shadow(shadow: Shadow, shards: dict[str, Shard], rank: int) -> Shadow:
         value = buffer.detach()
         memo.setdefault(id(buffer), shards[name].split(value, rank).clone() if name in shards else value.clone())
     made = copy.copy(shadow)
-    made.model = copy.deepcopy(shadow.model, memo)
+    made.model = copy_model(shadow.model, memo)
     made.real, made.generator = {}, torch.Generator().manual_seed(0)
     made.index()
     return made

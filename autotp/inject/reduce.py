@@ -161,7 +161,8 @@ def find_reduction(model: nn.Module) -> Reduction:
         kinds: dict[Any, list[int]] = {}
         own = find_numbers(module)
         for number, member in enumerate(module):
-            kinds.setdefault(describe(member, own), []).append(number)
+            if member is not None:
+                kinds.setdefault(describe(member, own), []).append(number)
         found = {number: numbers[0] for numbers in kinds.values() for number in numbers[KEPT:]}
         if found and not _shares(model, name, found):
             dropped[name] = found
@@ -220,7 +221,7 @@ def find_numbers(members: Iterable[nn.Module]) -> set[tuple[str, str]]:
     """`(module, attribute)` inside a list's members that hold the member's own number, in all that have it."""
     found: dict[tuple[str, str], bool] = {}
     for number, member in enumerate(members):
-        for name, module in member.named_modules():
+        for name, module in member.named_modules() if member is not None else ():
             for key, value in vars(module).items():
                 if type(value) is int:
                     found[name, key] = found.get((name, key), True) and value == number

@@ -323,7 +323,7 @@ class RegionPlacement:
             if not all(self.scope in call.modules or not self.scope for call in calls):
                 continue  # it comes in as an argument, which enters
             if not self.placement.is_layer(key) or any(call.y_axes != (-1,) for call in calls):
-                raise PlanError(f"the output of {key[0]} enters {self.scope}, but it is no layer of its own")
+                raise PlanError(f"the output of {key[0]} enters {self.scope or 'the model'}, but it is no layer of its own")
             for owner, _ in self.placement.holders(key[0]):
                 facets = self.facets[owner]
                 facets.columns = mask.clone() if facets.columns is None else facets.columns | mask

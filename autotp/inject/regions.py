@@ -73,7 +73,7 @@ def find_region(tables: Tables, seed: SiteKey, tp_size: int, taken: set[SiteKey]
         culprits = sorted(tables.reach(seed), key=lambda k: -int(tables.reach(seed)[k].sum()))[:3]
         raise Refusal(seed, "dense", f"every column depends on all of {', '.join(k[0] for k in culprits) or 'nothing'}")
     found = _look(tables, seed, rows, cols, tp_size)
-    for key in {k for row in rows for k in tables.reach(row)} - set(cols):
+    for key in dict.fromkeys(k for row in rows for k in tables.reach(row) if k not in cols):
         masks = [tables.reach(row)[key] for row in rows if key in tables.reach(row)]
         found.enters[key] = torch.stack(masks).any(0)
     return found

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import PlanError
 from .arguments import copy_arguments
@@ -25,6 +24,7 @@ from .intercept import Interceptor, keep_state, running
 from .placement import Placement
 from .plan import ATTENTION_STYLES, Plan, fold_name
 from .prove import RankRun, Reference, Rewrite, cut_shadow, leave_out
+from .reads import log_reads, sizes_in, with_sizes
 from .record import ModuleCall, SiteKey, columns
 from .regions import FoundRegion, _classes, _patterns
 from .shaperule import LocalRun, Noted, Seen, WholeRun, make_fixes
@@ -209,15 +209,22 @@ class Search:
         self._sizes = self._known_sizes()
         offers = {}
         for place, value in self.reads.items():
-            if isinstance(value, int):
-                options = self._values_of(value)
-            else:
-                parts = [(self._values_of(v) or [(v,) * self.tp_size])[0] for v in value]
-                options = [tuple(tuple(p[rank] for p in parts) for rank in range(self.tp_size))]
+            options = self._values_of(value) if isinstance(value, int) else self._nests_of(value)
             options = [o for o in dict.fromkeys(options) if any(v != value for v in o)]
             if options:
                 offers[place] = options
         return offers
+
+    def _nests_of(self, value: tuple) -> list[tuple[tuple, ...]]:
+        """As `_values_of` for a nest of sizes: the likeliest value of all at once, then values of one alone."""
+        sizes = sizes_in(value)
+        known = [self._values_of(size) for size in sizes]
+        choices = [[each[0] if each else (size,) * self.tp_size for size, each in zip(sizes, known, strict=True)]]
+        for i, each in enumerate(known):
+            choices += [[each_own if j == i else (s,) * self.tp_size for j, s in enumerate(sizes)] for each_own in each]
+        return [
+            tuple(with_sizes(value, iter([own[rank] for own in choice])) for rank in range(self.tp_size)) for choice in choices
+        ]
 
     def _values_of(self, value: int) -> list[tuple[int, ...]]:
         options = list(self._sizes.get(value, []))
@@ -330,41 +337,3 @@ class Counting(Interceptor):
 
 def _detached(call: ModuleCall) -> tuple[tuple, dict]:
     return copy_arguments((call.args, call.kwargs), lambda tensor: tensor.detach().clone())
-
-
-@contextmanager
-def log_reads(scope: nn.Module, prefix: str, seen: dict[tuple[str, str], Any]) -> Iterator[None]:
-    """Note in `seen` every integer that is read from the modules below `scope` and from their configs."""
-    changed: list[tuple[Any, type]] = []
-    configs: set[int] = set()
-
-    def watch(target: Any, note: Mapping[str, Any] | None, name: str, holder: str) -> None:
-        cls = type(target)
-
-        def read(self: Any, key: str, get=cls.__getattribute__) -> Any:
-            value = get(self, key)
-            if key[:1] != "_" and _is_size(value) and (note is None or key in note):
-                seen[name, holder + key] = tuple(value) if isinstance(value, (list, tuple)) else value
-            return value
-
-        changed.append((target, cls))
-        object.__setattr__(target, "__class__", type(cls.__name__, (cls,), {"__getattribute__": read}))
-
-    for own, module in scope.named_modules():
-        name = f"{prefix}.{own}" if prefix and own else prefix or own
-        config = module.__dict__.get("config")
-        watch(module, module.__dict__, name, "")
-        if config is not None and id(config) not in configs:
-            configs.add(id(config))
-            watch(config, None, name, "config.")
-    try:
-        yield
-    finally:
-        for target, cls in changed:
-            object.__setattr__(target, "__class__", cls)
-
-
-def _is_size(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return 0 < len(value) <= 8 and all(_is_size(v) for v in value)
-    return type(value) is int and value > 1

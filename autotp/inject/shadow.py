@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,7 +46,7 @@ class Shadow:
                 memo[id(buffer)].requires_grad_()
         for module in model.modules():  # what an earlier forward left on a module may hang on its graph
             memo |= {id(v): v.detach() for v in vars(module).values() if isinstance(v, Tensor) and not v.is_leaf}
-        self.model = copy.deepcopy(model, memo).eval()
+        self.model = copy_model(model, memo).eval()
         if reduction is not None:
             reduction.apply(self.model)
         _prepare_config(self.model)
@@ -97,6 +98,38 @@ class Shadow:
         """The tensor that gradients of Parameter `name` arrive at."""
         parameter = self.parameters[name]
         return self.real.get(_storage(parameter), parameter)
+
+
+def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of `model`. Functions on its modules that close over parts of the model close over those of the copy there,
+    where `deepcopy` keeps functions as they are."""
+    made = copy.deepcopy(model, memo)
+    for module in made.modules():
+        for key, value in vars(module).items():
+            if isinstance(value, types.FunctionType):
+                module.__dict__[key] = _rebind(value, memo)
+            elif isinstance(value, dict):  # hooks
+                value.update({k: _rebind(v, memo) for k, v in value.items() if isinstance(v, types.FunctionType)})
+    return made
+
+
+def _rebind(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+    """`function` with what `memo` knows a copy of replaced in its closure and its defaults."""
+
+    def copy_of(value: Any) -> Any:
+        return memo.get(id(value), value)
+
+    cells = [cell for cell in function.__closure__ or () if cell != types.CellType()]
+    defaults = function.__defaults__ or ()
+    if all(copy_of(value) is value for value in [*(cell.cell_contents for cell in cells), *defaults]):
+        return function
+    closure = tuple(types.CellType(copy_of(c.cell_contents)) if c in cells else c for c in function.__closure__ or ())
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, tuple(map(copy_of, defaults)) or None, closure or None
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    return made
 
 
 def _storage(tensor: Tensor) -> int:
