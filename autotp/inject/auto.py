@@ -3,161 +3,33 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..comm import TPGroup
-from ..errors import AutoTPError, PlanError, ProofError
+from ..errors import PlanError, ProofError
 from .callsites import ShapeFix
 from .discover import Discovery, class_of, find_grouped_maps, find_shared_maps, move_name
-from .examples import make_examples
-from .forwards import Forward, replace_forward
 from .gathered import plan_gathered
 from .hints import Hints
 from .norms import find_norms
 from .placement import Placement
 from .plan import ModulePlan, NormPlan, Plan, Region
-from .prove import Reference, make_reference, prove
+from .prove import prove
 from .record import Record, Recorder
-from .reduce import Reduction, find_reduction, share_unrun
 from .regions import TOO_FEW, FoundRegion
+from .runs import Runs
 from .search import Found, Search
-from .shadow import Shadow
 from .whole import explain_whole, spread
 
-SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: no plan may hold for one shape alone
-WIDE_SHAPES = ((2, 5), (3, 4))  # the same for models of more than WIDE parameters, whose activations take the memory
-WIDE = 10**9
 RETRIES = 2  # to form other regions of what did not prove
-SHARE_ROUNDS = 3  # other modules in one layer can change what the next one picks
 SEARCH_SECONDS = 40.0  # for the attribute edits of a whole model; a class that needs some finds them in one or two
 
 Assemble = Callable[[dict[str, ModulePlan], tuple[Region, ...], dict[str, str]], Plan]
 Rewrite = Callable[[nn.Module, Plan, TPGroup], None]
-
-
-@dataclass
-class Runs:
-    """A model's example calls, recorded on its shadow."""
-
-    shadow: Shadow
-    reduction: Reduction
-    calls: list[dict[str, Any]]
-    records: list[Record]
-
-    @property
-    def ran(self) -> set[str]:
-        """Names of the modules that some call runs, and of those whose Parameters it uses without them."""
-        sites = {key[0].rpartition(".")[0] for record in self.records for key in record.sites}
-        return sites.union(*(record.module_calls for record in self.records))
-
-    def references(self) -> list[Reference]:
-        """The recorded calls with cotangents pulled back, for the proof."""
-        return [make_reference(self.shadow, c, r, i) for i, (c, r) in enumerate(zip(self.calls, self.records, strict=True))]
-
-
-def record_runs(
-    model: nn.Module,
-    inputs: Any = None,
-    reduce: bool = True,
-    forwards: Mapping[str, Forward] | None = None,
-    tell: Callable[[str], Any] | None = None,
-) -> Runs:
-    """Record the example calls `inputs` (a call's keyword arguments, or a list of them), or calls made from the signature.
-
-    Args:
-        reduce: whether layers may stand for others.
-        forwards: they stand for those of the modules that they are named by.
-        tell: of a module's name, what like modules must have in common to share one where a forward runs only some of them.
-
-    Raises:
-        PlanError: no call runs.
-    """
-    reduction = find_reduction(model) if reduce else Reduction({})
-    for chosen in [reduction, replace(reduction, emptied=False), Reduction({})] if reduction else [reduction]:
-        try:
-            return _record_shared(
-                model, _record_with_buffers(model, chosen, inputs, forwards or {}), inputs, forwards or {}, tell
-            )
-        except Exception:
-            if not chosen:  # neither with layers that do nothing nor without them: then all are recorded
-                raise
-    raise AssertionError
-
-
-def _record_shared(model: nn.Module, runs: Runs, inputs: Any, forwards: Mapping[str, Forward], tell: Any) -> Runs:
-    """`runs`, or new ones in which like modules share a few where not all of them ran."""
-    for _ in range(SHARE_ROUNDS):
-        chosen = share_unrun(model, runs.reduction, runs.ran, tell)
-        if chosen.shared == runs.reduction.shared:
-            break
-        runs = _record_with_buffers(model, chosen, inputs, forwards)
-    return runs
-
-
-def _record_with_buffers(model: nn.Module, reduction: Reduction, inputs: Any, forwards: Mapping[str, Forward]) -> Runs:
-    def make_shadow(buffers_need_grad: bool) -> Shadow:
-        shadow = Shadow(model, buffers_need_grad=buffers_need_grad, reduction=reduction)
-        for name in filter(reduction.holds, forwards):
-            replace_forward(shadow.model.get_submodule(name), name, forwards[name])
-        return shadow
-
-    try:
-        return _record_runs(make_shadow(True), reduction, model, inputs)
-    except AutoTPError:
-        raise
-    except RuntimeError as error:  # a buffer that is written in place can't take a gradient
-        if "requires grad" not in str(error):
-            raise
-    return _record_runs(make_shadow(False), reduction, model, inputs)
-
-
-def _record_runs(shadow: Shadow, reduction: Reduction, model: nn.Module, inputs: Any) -> Runs:
-    calls: list[dict[str, Any]] = []
-    records: list[Record] = []
-
-    def run(call: dict[str, Any]) -> None:
-        call = {key: widen(value) for key, value in call.items()}
-        recorder = Recorder(shadow, len(records))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            recorder.run(call)
-        if not recorder.record.sites:
-            raise PlanError("no linear map of a Parameter was seen")
-        calls.append(call)
-        records.append(recorder.record)
-
-    if inputs is not None:
-        for call in [inputs] if isinstance(inputs, dict) else inputs:
-            run(dict(call))
-    else:
-        wide = sum(parameter.numel() for parameter in model.parameters()) > WIDE
-        for seed, (batch, length) in enumerate(WIDE_SHAPES if wide else SHAPES):
-            first = len(calls)
-            make_examples(model, batch, length, seed, run)
-            drop_repeats(calls, records, first)
-    return Runs(shadow, reduction, calls, records)
-
-
-def drop_repeats(calls: list[dict[str, Any]], records: list[Record], first: int) -> None:
-    """Drop calls from number `first` on that run no site which the others do not run."""
-    for number in range(len(calls) - 1, first, -1):
-        others = {key for i, record in enumerate(records) if first <= i != number for key in record.sites}
-        if set(records[number].sites) <= others:
-            del calls[number], records[number]
-
-
-def widen(value: Any) -> Any:
-    """Floating tensors in a nest of dicts, lists and tuples as float64, which is what shadows compute in."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu().double() if value.is_floating_point() else value.cpu()
-    if type(value) in (list, tuple):
-        return type(value)(widen(v) for v in value)
-    return {k: widen(v) for k, v in value.items()} if type(value) is dict else value
 
 
 class Planner:

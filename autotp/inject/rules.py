@@ -5,7 +5,7 @@ No weight is touched and no process group needed: a model on meta is enough.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from ..errors import PlanError, ProofError
 from . import plan as styles
 from .assemble import assemble_specs, check_plan, check_ties, check_units, finish_plan, list_whole, read_versions
-from .auto import Planner, Runs, record_runs
+from .auto import Planner
 from .cache import drop_plan, make_key, read_plan, write_plan
 from .draws import keep_random
 from .edges import edge_modules, edge_parameters, plan_edges, read_elsewhere
@@ -26,6 +26,7 @@ from .hints import Hints, check_given, check_used, read_hints
 from .plan import ModulePlan, Plan, Region
 from .prove import prove, try_rewrite
 from .reduce import Reduction, find_reduction
+from .runs import Runs, record_runs
 from .shadow import Shadow, empty_weights
 from .specs import Spec, expand_names, read_hf_plan, read_spec
 from .swap import rewrite_modules
@@ -195,13 +196,33 @@ def _discover_beside(
         return replace(finish_plan(model, tp_size, (), (), {"": why}, None), proof=f"not proved: {why}")
     made = planner.plan()
     if runs.reduction.crosses(made.regions):
-        every = record_runs(model, inputs, False, hints.forwards)
+        runs = record_runs(model, inputs, False, hints.forwards)
         try:
-            prove(every.shadow, keep_modules(made, every.reduction) or made, every.references(), rewrite)
+            prove(runs.shadow, keep_modules(made, runs.reduction) or made, runs.references(), rewrite)
         except (ProofError, PlanError):
-            made = Planner(every, tp_size, edge_parameters(model), sizes, assemble, rewrite, hints).plan()
+            made = Planner(runs, tp_size, edge_parameters(model), sizes, assemble, rewrite, hints).plan()
     check_ties(model, made)
+    _prove_own_kernel(made, runs, rewrite)
     return made
+
+
+def _prove_own_kernel(plan: Plan, runs: Runs, rewrite: Callable[..., None]) -> None:
+    """Prove once more with the model's own attention implementation, which may read other things than plain attention.
+
+    Raises:
+        ProofError: under it the plan does not compute what the model does.
+    """
+    again = runs.with_own_kernel()
+    if again is None:
+        return
+    try:
+        prove(again.shadow, keep_modules(plan, again.reduction) or plan, again.references(), rewrite)
+    except ProofError as error:
+        name = getattr(runs.recording.model.config, "_attn_implementation", None)
+        raise ProofError(
+            f"the plan proves with plain attention, but not with the model's own, {name}: {error}. Load the model with "
+            f"attn_implementation='eager', or another that reads no whole widths."
+        ) from error
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:
@@ -241,13 +262,15 @@ def _prove_on_calls(model: nn.Module, plan: Plan, inputs: Any, hints: Hints) -> 
         if inputs is not None:
             raise
         return replace(plan, proof=f"not proved: {error}")
+    rewrite = partial(rewrite_modules, forwards=hints.forwards)
     try:
-        prove(runs.shadow, kept, runs.references(), partial(rewrite_modules, forwards=hints.forwards))
+        prove(runs.shadow, kept, runs.references(), rewrite)
     except ProofError as error:
         raise ProofError(
             f"the plan does not compute what {type(model).__name__} does: {error}. Every linear that meets the split ones must "
             f"be in the plan (a sibling is missing?), or that module's attributes edited; plan='auto' finds a plan that fits."
         ) from error
+    _prove_own_kernel(plan, runs, rewrite)
     unrun = [m.name for m in kept.modules if m.style in styles.CALLED_STYLES and m.name not in runs.ran]
     for name in unrun:
         if any(name.startswith(f"{own}.") for own in runs.reduction.shared):

@@ -31,8 +31,14 @@ class Shadow:
     """
 
     def __init__(
-        self, model: nn.Module, seed: int = 0, buffers_need_grad: bool = True, reduction: Reduction | None = None
+        self,
+        model: nn.Module,
+        seed: int = 0,
+        buffers_need_grad: bool = True,
+        reduction: Reduction | None = None,
+        own_kernel: bool = False,
     ) -> None:
+        """`own_kernel`: attention stays in the implementation that the model's config names."""
         generator = torch.Generator().manual_seed(seed)
         memo: dict[int, Any] = {}
         for name, parameter in model.named_parameters():
@@ -49,7 +55,7 @@ class Shadow:
         self.model = copy_model(model, memo).eval()
         if reduction is not None:
             reduction.apply(self.model)
-        _prepare_config(self.model)
+        _prepare_config(self.model, own_kernel)
         _shorten_scans(self.model)
         self.generator = generator
         self.real: dict[int, nn.Parameter] = {}
@@ -184,7 +190,7 @@ def _compute_buffers(model: nn.Module) -> dict[str, Tensor]:
     return dict(twin.named_buffers(remove_duplicate=False))
 
 
-def _prepare_config(model: nn.Module) -> None:
+def _prepare_config(model: nn.Module, own_kernel: bool) -> None:
     """Eager attention and eager experts, so that every rank's arithmetic is plain to see; on the copy's own configs."""
     seen: set[int] = set()
     for module in model.modules():
@@ -192,9 +198,9 @@ def _prepare_config(model: nn.Module) -> None:
         if config is None or id(config) in seen:
             continue
         seen.add(id(config))
-        for key, value in (("_attn_implementation_internal", "eager"), ("_experts_implementation_internal", "eager")):
+        for key in ("_attn_implementation_internal", "_experts_implementation_internal")[own_kernel:]:
             if hasattr(config, key):
-                object.__setattr__(config, key, value)
+                object.__setattr__(config, key, "eager")
 
 
 def _shorten_scans(model: nn.Module) -> None:
