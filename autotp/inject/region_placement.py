@@ -17,13 +17,14 @@ from .indices import choose_dim, merge_inputs, no_support, product_cut, project,
 from .plan import InputPlan
 from .record import ModuleCall, SiteKey, bind_position, columns
 from .regions import FoundRegion
-from .tables import select_columns
+from .tables import select_columns, select_weights
 
 if TYPE_CHECKING:
     from .placement import Facets, Placement
 
 
 LINEARS = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+SIZE_NAMES = {nn.Linear: ("in_features", "out_features"), Conv1D: ("nx", "nf"), nn.Module: ("in_channels", "out_channels")}
 
 
 Supports = dict[str, list[list[Tensor]]]  # name -> rank -> dim -> bool
@@ -78,15 +79,28 @@ class RegionPlacement:
         for key, held in self.region.rows.items():
             site = self.tables.sites[key]
             self._cut(key[0], product_cut(site.shape, site.in_dims, held, key[0]))
+            self._cut_derived(key, held, 0)
             if self.placement.is_layer(key):
                 self._set_style(key, "rowwise")
         for key, held in self.region.cols.items():
             site = self.tables.sites[key]
             self._cut(key[0], product_cut(site.shape, site.out_dims, held, key[0]))
+            self._cut_derived(key, held, 1)
             for bias in site.biases:  # as its columns, also where softmax hides it (a bias of keys)
                 self._cut(bias, Shard.from_indices((site.out_size,), 0, [h.tolist() for h in held]))
             if self.placement.is_layer(key):
                 self._set_style(key, "embedding_colwise_local" if site.kind == "embedding" else "colwise")
+
+    def _cut_derived(self, key: SiteKey, held: Sequence[Tensor], side: int) -> None:
+        """With a Parameter whose weight is computed: masks of its shape, and the inputs (0) or outputs (1) its layer says."""
+        site, shadow = self.tables.sites[key], self.tables.shadow
+        for name, buffer in shadow.model.named_buffers():
+            if name in site.sources and not buffer.requires_grad and tuple(buffer.shape) == site.shape:
+                self._cut(name, product_cut(site.shape, site.out_dims if side else site.in_dims, held, name))
+        for owner in {call.modules[-1] for call in self.placement.calls([key])} if site.sources else ():
+            sizes = size_names(self.placement.modules[owner])
+            if sizes and any(name.startswith(f"{owner}.") for name in site.sources):
+                self.facets[owner].attrs[sizes[side]] = tuple(map(len, held))
 
     def _cut(self, name: str, shard: Shard) -> None:
         for owner, leaf in self.placement.holders(name):
@@ -137,6 +151,9 @@ class RegionPlacement:
             for call in record.sites[key].calls if key in record.sites else []:
                 targets.append(call.x)
                 grads.append(select_columns(self.tables.random_like(call.x), call, held[rank]))
+                if call.op is not None:  # which of what its weight is computed from its own columns use
+                    targets.append(call.op.weight)
+                    grads.append(select_weights(self.tables.random_like(call.op.weight), call, held[rank]))
         return self.tables.pull(record, targets, grads, at)
 
     def _cut_parameters(self) -> None:
@@ -300,8 +317,9 @@ class RegionPlacement:
             n for n in shadow.parameters if n.startswith(prefix) and shadow.leaf(n).requires_grad and not shadow.leaf(n).is_meta
         ]
         grads = self.tables.pull(record, [value], [self.tables.random_like(value)], [shadow.leaf(n) for n in names])
+        weights = {name for key in self.region.rows for name in self.tables.sites[key].sources}  # used before the sum
         for name, grad in zip(names, grads, strict=True):
-            if grad is not None and bool(grad.ne(0).any()):
+            if grad is not None and name not in weights and bool(grad.ne(0).any()):
                 for holder, leaf in self.placement.holders(name):
                     if leaf not in self.facets[holder].shards:
                         self.facets[holder].once.add(leaf)
@@ -327,6 +345,13 @@ class RegionPlacement:
             for owner, _ in self.placement.holders(key[0]):
                 facets = self.facets[owner]
                 facets.columns = mask.clone() if facets.columns is None else facets.columns | mask
+
+
+def size_names(module: nn.Module) -> tuple[str, str] | None:
+    """Attributes in which a layer says how many inputs and outputs it has."""
+    if isinstance(module, LINEARS):
+        return next(names for kind, names in SIZE_NAMES.items() if isinstance(module, kind))
+    return None
 
 
 def builds_on_plain(module: nn.Module) -> bool:

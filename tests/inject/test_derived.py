@@ -1,0 +1,191 @@
+"""Weights that a forward computes from Parameters are split with what they are computed from, or left whole."""
+
+import copy
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+import autotp
+from autotp.inject.record import Recorder
+from autotp.inject.rules import make_plan
+from autotp.inject.shadow import Shadow
+from autotp.shard import Shard
+from tests.inject.test_families import full_gradients
+
+H, WIDTH, HEADS, RANK = 16, 48, 4, 3
+INPUTS = [{"x": torch.randn(2, 5, H)}, {"x": torch.randn(3, 4, H)}]
+
+WEIGHTS = {
+    "weight norm": lambda m: m.v * (m.g / m.v.norm(dim=1, keepdim=True)),
+    "scaled inputs": lambda m: m.v * m.scale,
+    "low rank": lambda m: m.v + m.a @ m.b,
+    "rows normalised": lambda m: F.normalize(m.v, dim=1),
+    "standardised": lambda m: (m.v - m.v.mean(1, keepdim=True)) / m.v.std(1, keepdim=True),
+    "masked": lambda m: m.v * m.mask,
+    "transposed": lambda m: (m.v.t() * m.scale[:, None]).t(),
+    "whole norm": lambda m: m.v / m.v.norm(),
+    "columns normalised": lambda m: F.normalize(m.v, dim=0),
+}
+USED = {"weight norm": "g", "scaled inputs": "scale", "low rank": "ab", "masked": "mask", "transposed": "scale"}
+
+
+def make(shape):
+    return nn.Parameter(torch.randn(shape) * 0.3)
+
+
+class MLP(nn.Module):
+    """`up` is a computed weight, or a layer with one; `down` a plain layer."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, used = kind, USED.get(kind, "")
+        if kind in WEIGHTS:
+            self.v = make((WIDTH, H))
+        if "g" in used:
+            self.g = make((WIDTH, 1))
+        if "scale" in used:
+            self.scale = make((H,))
+        if "a" in used and "b" in used:
+            self.a, self.b = make((WIDTH, RANK)), make((RANK, H))
+        if "mask" in used:
+            self.register_buffer("mask", torch.rand(WIDTH, H) > 0.3)
+        if kind in LAYERS:
+            self.up = LAYERS[kind](nn.Linear(H, WIDTH))
+        self.down = nn.Linear(WIDTH, H)
+
+    def forward(self, x):
+        y = F.linear(x, WEIGHTS[self.kind](self)) if self.kind in WEIGHTS else self.up(x)
+        return self.down(F.gelu(y))
+
+
+def old_weight_norm(layer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nn.utils.weight_norm(layer)
+
+
+LAYERS = {
+    "a layer with weight norm": parametrizations.weight_norm,
+    "a layer with old weight norm": old_weight_norm,
+    "a layer with a pruned weight": lambda layer: torch.nn.utils.prune.random_unstructured(layer, "weight", 0.3),
+    "a layer with spectral norm": parametrizations.spectral_norm,
+}
+
+
+class Attention(nn.Module):
+    """q, k and v have weight norm, o has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (parametrizations.weight_norm(nn.Linear(H, H)) for _ in range(3))
+        self.o = nn.Linear(H, H)
+
+    def forward(self, x):
+        q, k, v = (p(x).unflatten(-1, (-1, H // HEADS)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Both(nn.Module):
+    """Columns and rows are computed, in the module's own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.bias = make((WIDTH, H)), make((H, WIDTH)), make((H,))
+        self.a, self.b, self.scale = make((H, RANK)), make((RANK, WIDTH)), make((WIDTH,))
+
+    def forward(self, x):
+        return F.linear(F.silu(F.linear(x, self.up.tanh())), self.down * self.scale + self.a @ self.b, self.bias)
+
+
+class Standardised(nn.Conv1d):
+    def forward(self, x):
+        weight = self.weight.reshape(1, self.out_channels, -1)
+        weight = F.batch_norm(weight, None, None, training=True, momentum=0.0, eps=1e-6).reshape_as(self.weight)
+        return F.conv1d(x, weight, self.bias, padding=1)
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = Standardised(H, WIDTH, 3), nn.Conv1d(WIDTH, H, 1)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x.transpose(1, 2)))).transpose(1, 2)
+
+
+class Net(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.norm, self.inner, self.out = nn.LayerNorm(H), inner, nn.Linear(H, 4)
+
+    def forward(self, x):
+        return self.out(x + self.inner(self.norm(x)))
+
+
+def build(kind):
+    torch.manual_seed(0)
+    own = {"attention": Attention, "both": Both, "convolutions": Convolutions}
+    return Net(own[kind]() if kind in own else MLP(kind)).double()
+
+
+SPLIT = {  # what is dealt, and along which dim
+    "weight norm": {"v": 0, "g": 0, "down.weight": 1},
+    "scaled inputs": {"v": 0, "down.weight": 1},
+    "low rank": {"v": 0, "a": 0, "down.weight": 1},
+    "rows normalised": {"v": 0, "down.weight": 1},
+    "standardised": {"v": 0, "down.weight": 1},
+    "masked": {"v": 0, "mask": 0, "down.weight": 1},
+    "transposed": {"v": 0, "down.weight": 1},
+    "a layer with weight norm": {f"up.parametrizations.weight.original{i}": 0 for i in (0, 1)} | {"up.bias": 0, "down.weight": 1},
+    "a layer with old weight norm": {"up.weight_g": 0, "up.weight_v": 0, "up.bias": 0, "down.weight": 1},
+    "a layer with a pruned weight": {"up.weight_orig": 0, "up.weight_mask": 0, "up.bias": 0, "down.weight": 1},
+    "both": {"up": 0, "down": 1, "scale": 0, "b": 1},
+    "convolutions": {"up.weight": 0, "up.bias": 0, "down.weight": 1},
+    "attention": {f"{n}.parametrizations.weight.original{i}": 0 for n in "qkv" for i in (0, 1)}
+    | {f"{n}.bias": 0 for n in "qkv"}
+    | {"o.weight": 1},
+}
+WHOLE = ["whole norm", "columns normalised", "a layer with spectral norm"]
+
+
+def run_once(model, x):
+    y = model(x)
+    y.square().sum().backward()
+    return y.detach()
+
+
+def check_same(group, kind):
+    """Outputs, every gradient, the whole state dict, and the module after unshard."""
+    x = torch.randn(2, 6, H, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plain, model = build(kind).eval(), autotp.parallelize(build(kind).eval(), group, inputs=INPUTS)
+    expected, got = run_once(plain, x), run_once(model, x)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    grads = full_gradients(model)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-9, atol=1e-9, msg=name)
+    weights, state = autotp.full_state_dict(model), plain.state_dict()
+    if dist.get_rank(group) == 0:
+        assert set(weights) == set(state) and all(weights[name].equal(value) for name, value in state.items())
+    own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    sizes = [getattr(m, key) for m in model.modules() for key in ("out_features", "out_channels") if hasattr(m, key)]
+    whole = autotp.unshard(model)
+    assert all(value.equal(state[name]) for name, value in whole.state_dict().items())
+    torch.testing.assert_close(run_once(whole, x), expected)
+    return own, sizes, {name: tuple(value.shape) for name, value in state.items()}
+
+
+@pytest.mark.parametrize("kind", [*SPLIT, *WHOLE])
+def test_splits_and_computes_the_same(ranks, kind):
+    own, _, full = ranks.run(check_same, kind)[0]
+    dealt = {name: dim for name in full for dim, (a, b) in enumerate(zip(own[name], full[name], strict=True)) if a != b}
+    expected = {f"inner.{name}": dim for name, dim in SPLIT.get(kind, {}).items()}
+    if kind in WHOLE:  # the plain layer's output may be gathered
+        assert set(dealt) <= {"inner.down.weight", "inner.down.bias"}
+    else:
+        assert dealt == expected
