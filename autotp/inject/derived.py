@@ -31,7 +31,7 @@ _WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 def find_sources(shadow: Shadow, tensor: Tensor) -> Sources | None:
     """Names of the Parameters and buffers that `tensor` was computed from; None where an activation came in."""
     name = shadow.origin(tensor)
-    return frozenset((name,)) if name is not None else tensor.__dict__.get(_NOTE)
+    return frozenset((name,)) if name is not None else getattr(tensor, _NOTE, None)
 
 
 def note_sources(shadow: Shadow, func: Any, args: tuple, kwargs: dict[str, Any], made: Any) -> None:
@@ -47,9 +47,9 @@ def note_sources(shadow: Shadow, func: Any, args: tuple, kwargs: dict[str, Any],
     written = [args[0]] if args and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))) else []
     for tensor in _tensors((written, kwargs.get("out")) if found is None else (made, written, kwargs.get("out"))):
         if found is None:
-            tensor.__dict__.pop(_NOTE, None)
+            setattr(tensor, _NOTE, None)
         elif shadow.origin(tensor) is None:
-            tensor.__dict__[_NOTE] = frozenset(found)
+            setattr(tensor, _NOTE, frozenset(found))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,6 +1,5 @@
 """Weights that a forward computes from Parameters are split with what they are computed from, or left whole."""
 
-import copy
 import warnings
 from dataclasses import replace
 
@@ -193,3 +192,96 @@ def test_splits_and_computes_the_same(ranks, kind):
         assert set(dealt) <= {"inner.down.weight", "inner.down.bias"}
     else:
         assert {name: dim for name, dim in dealt.items() if name.startswith("inner.")} == expected
+
+
+# -- wrong plans ------------------------------------------------------------------------------------------------------------
+
+
+def change(plan, name, **fields):
+    """`plan` with fields of the module `name` replaced; a callable is given the module plan."""
+    (module,) = (m for m in plan.modules if m.name == name)
+    new = {key: value(module) if callable(value) else value for key, value in fields.items()}
+    return replace(plan, modules=tuple(replace(m, **new) if m is module else m for m in plan.modules))
+
+
+def without(name):
+    return lambda module: {key: shard for key, shard in module.shards.items() if key != name}
+
+
+def exchanged(name):
+    """The ranks' parts of one Parameter exchanged."""
+    return lambda m: {**m.shards, name: Shard.from_indices(m.shards[name].shape, 0, [range(24, 48), range(24)])}
+
+
+WN = "inner.up.parametrizations.weight"
+CONTROLS = {
+    "a gain left whole": ("weight norm", "inner", {"shards": without("g")}, "forward fails"),
+    "another rank's gains": ("weight norm", "inner", {"shards": exchanged("g")}, "inner.v: the weight computed from it"),
+    "another rank's gains in a layer": ("a layer with weight norm", WN, {"shards": exchanged("original0")}, "computed from it"),
+    "another rank's mask": ("masked", "inner", {"shards": exchanged("mask")}, "inner.v: the weight computed from it"),
+    "a summed gradient dropped": ("low rank", "inner", {"summed": ()}, "the gradient of inner.b"),
+    "of a scale": ("scaled inputs", "inner", {"summed": ()}, "the gradient of inner.scale"),
+    "of a row's": ("both", "inner", {"summed": ()}, "the gradient of inner.a"),
+    "an input not entered": ("weight norm", "inner", {"inputs": ()}, "the gradient"),
+    "a layer's input not entered": ("a layer with weight norm", "inner.up", {"inputs": ()}, "the gradient"),
+    "parts not added up": ("both", "inner", {"outputs": ()}, "."),
+}
+
+
+@pytest.mark.parametrize("case", list(CONTROLS))
+def test_a_wrong_plan_is_refused(case):
+    kind, name, fields, why = CONTROLS[case]
+    model = build(kind)
+    plan = make_plan(model, 2, inputs=INPUTS)
+    wrong = change(plan, name, **fields)
+    assert wrong != plan, "the control changes nothing"
+    assert make_plan(model, 2, plan=plan, inputs=INPUTS).modules == plan.modules
+    with pytest.raises(autotp.errors.ProofError, match=why):
+        make_plan(model, 2, plan=wrong, inputs=INPUTS)
+
+
+WEIGHTS["hidden whole norm"] = lambda m: m.v / m.v.norm().detach()  # its gradient alone does not show it
+WEIGHTS["hidden whole threshold"] = lambda m: m.v * (m.v.abs() > m.v.abs().mean())
+
+
+@pytest.mark.parametrize("kind", ["whole norm", "columns normalised", "hidden whole norm", "hidden whole threshold"])
+def test_a_weight_that_no_rank_can_compute_from_its_rows_is_refused(kind):
+    plan = make_plan(build("rows normalised"), 2, inputs=INPUTS)
+    assert "inner.v" in plan.shards
+    with pytest.raises(autotp.errors.ProofError):
+        make_plan(build(kind), 2, plan=plan, inputs=INPUTS)
+    assert "inner.v" not in make_plan(build(kind), 2, inputs=INPUTS).shards
+
+
+# -- what is a weight, and what is data ---------------------------------------------------------------------------------------
+
+
+class Queries(nn.Module):
+    """Learned queries attend to the input; a weight is changed by it."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.scale = make((6, H)), make((H,))
+        self.q, self.k = nn.Linear(H, H), nn.Linear(H, H)
+        self.changed, self.written, self.out = make((H, H)), make((H, H)), make((H, H))
+
+    def forward(self, x):
+        q = self.q(F.layer_norm(self.queries, (H,)) * self.scale).expand(len(x), -1, -1)
+        y = (q @ self.k(x).transpose(1, 2)).softmax(-1) @ x
+        y = F.linear(y, self.changed * x.mean())
+        written = self.written * self.scale
+        written[0] = x[0, 0]
+        return F.linear(F.linear(y, written), self.out.to(torch.float32) * torch.ones(H))
+
+
+def test_what_an_activation_came_into_is_no_weight():
+    recorder = Recorder(Shadow(Queries()))
+    recorder.run({"x": INPUTS[0]["x"].double()})
+    assert {key[0] for key in recorder.record.sites} == {"q.weight", "k.weight", "out"}
+    assert {key[0] for key, site in recorder.record.sites.items() if site.sources} == {"out"}
+
+
+def test_frozen_parameters_are_split_alike():
+    model = build("low rank")
+    model.inner.v.requires_grad_(False)
+    assert make_plan(model, 2, inputs=INPUTS).shards == make_plan(build("low rank"), 2, inputs=INPUTS).shards
