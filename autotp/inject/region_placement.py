@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import PlanError
 from ..layers.attention import attention_shards
 from ..shard import Shard, compress_indices
+from .entering import find_shared_arguments
 from .indices import choose_dim, merge_inputs, no_support, product_cut, project, smallest_period
 from .plan import InputPlan
 from .record import ModuleCall, SiteKey, bind_position, columns
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 LINEARS = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-SIZE_NAMES = {nn.Linear: ("in_features", "out_features"), Conv1D: ("nx", "nf"), nn.Module: ("in_channels", "out_channels")}
+SIZES = (("in_features", "in_channels", "nx"), ("out_features", "out_channels", "nf"))  # what a layer calls its widths
 
 
 Supports = dict[str, list[list[Tensor]]]  # name -> rank -> dim -> bool
@@ -50,10 +51,12 @@ class RegionPlacement:
         self._cut_parameters()
         self._enter_arguments()
         owner = self._reduce_late(raw_rows) if raw_rows else None
-        for key in raw_cols:
-            if self.tables.sites[key].kind == "embedding":  # it reads indices: nothing enters
-                continue
-            if owner is None or not all(owner in call.modules for call in self.placement.calls([key])):
+        open_cols = [key for key in raw_cols if self.tables.sites[key].kind != "embedding"]  # that reads indices: nothing enters
+        if owner is not None:
+            open_cols = [key for key in open_cols if not all(owner in call.modules for call in self.placement.calls([key]))]
+        shared = self._enter_shared([key for key in open_cols if self.tables.sites[key].sources])
+        for key in open_cols:
+            if key not in shared:
                 self._enter_raw(key)
         self._group_siblings(raw_cols)
         self._enter_whole_sites()
@@ -98,9 +101,10 @@ class RegionPlacement:
             if name in site.sources and not buffer.requires_grad and tuple(buffer.shape) == site.shape:
                 self._cut(name, product_cut(site.shape, site.out_dims if side else site.in_dims, held, name))
         for owner in {call.modules[-1] for call in self.placement.calls([key])} if site.sources else ():
-            sizes = size_names(self.placement.modules[owner])
-            if sizes and any(name.startswith(f"{owner}.") for name in site.sources):
-                self.facets[owner].attrs[sizes[side]] = tuple(map(len, held))
+            module, size = self.placement.modules[owner], site.out_size if side else site.in_size
+            for name in SIZES[side] if any(name.startswith(f"{owner}.") for name in site.sources) else ():
+                if module.__dict__.get(name) == size:
+                    self.facets[owner].attrs[name] = tuple(map(len, held))
 
     def _cut(self, name: str, shard: Shard) -> None:
         for owner, leaf in self.placement.holders(name):
@@ -249,6 +253,18 @@ class RegionPlacement:
                     inputs[name] = replace(inputs[name], sums=True) if name in inputs else plan
                     self.entered.add(id(tensor))
 
+    def _enter_shared(self, keys: Sequence[SiteKey]) -> set[SiteKey]:
+        """Sum the gradients of the scope's arguments that several layers of the region read, once; what has entered by that."""
+        shared = find_shared_arguments(self.tables, self.region, self.scope, keys)
+        for name in shared:
+            plan = InputPlan(name, bind_position(self.placement.modules[self.scope], name), True)
+            inputs = self.facets[self.scope].inputs
+            inputs[name] = replace(inputs[name], sums=True) if name in inputs else plan
+            for record in self.tables.records:
+                calls = record.module_calls.get(self.scope, [])
+                self.entered |= {id(call.arguments[name]) for call in calls if name in call.arguments}
+        return {key for keys in shared.values() for key in keys}
+
     def _enter_raw(self, key: SiteKey) -> None:
         """Sum the gradient of what a raw column site reads: arguments of its module, outputs of whole sites in it."""
         for record in self.tables.records:
@@ -345,13 +361,6 @@ class RegionPlacement:
             for owner, _ in self.placement.holders(key[0]):
                 facets = self.facets[owner]
                 facets.columns = mask.clone() if facets.columns is None else facets.columns | mask
-
-
-def size_names(module: nn.Module) -> tuple[str, str] | None:
-    """Attributes in which a layer says how many inputs and outputs it has."""
-    if isinstance(module, LINEARS):
-        return next(names for kind, names in SIZE_NAMES.items() if isinstance(module, kind))
-    return None
 
 
 def builds_on_plain(module: nn.Module) -> bool:

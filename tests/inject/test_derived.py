@@ -27,7 +27,7 @@ WEIGHTS = {
     "rows normalised": lambda m: F.normalize(m.v, dim=1),
     "standardised": lambda m: (m.v - m.v.mean(1, keepdim=True)) / m.v.std(1, keepdim=True),
     "masked": lambda m: m.v * m.mask,
-    "transposed": lambda m: (m.v.t() * m.scale[:, None]).t(),
+    "transposed": lambda m: (m.v * m.scale[:, None]).t(),
     "whole norm": lambda m: m.v / m.v.norm(),
     "columns normalised": lambda m: F.normalize(m.v, dim=0),
 }
@@ -45,7 +45,7 @@ class MLP(nn.Module):
         super().__init__()
         self.kind, used = kind, USED.get(kind, "")
         if kind in WEIGHTS:
-            self.v = make((WIDTH, H))
+            self.v = make((H, WIDTH) if kind == "transposed" else (WIDTH, H))
         if "g" in used:
             self.g = make((WIDTH, 1))
         if "scale" in used:
@@ -69,7 +69,19 @@ def old_weight_norm(layer):
         return torch.nn.utils.weight_norm(layer)
 
 
+class Masked(nn.Linear):
+    """Builds on the plain forward only where nothing is masked."""
+
+    def __init__(self, layer):
+        super().__init__(layer.in_features, layer.out_features)
+        self.register_buffer("mask", torch.rand(self.weight.shape) > 0.3)
+
+    def forward(self, x):
+        return super().forward(x) if bool(self.mask.all()) else F.linear(x, self.weight * self.mask, self.bias)
+
+
 LAYERS = {
+    "a layer that masks": Masked,
     "a layer with weight norm": parametrizations.weight_norm,
     "a layer with old weight norm": old_weight_norm,
     "a layer with a pruned weight": lambda layer: prune.random_unstructured(layer, "weight", 0.3),
@@ -102,6 +114,18 @@ class Both(nn.Module):
         return F.linear(F.silu(F.linear(x, self.up.tanh())), self.down * self.scale + self.a @ self.b, self.bias)
 
 
+class Packed(nn.Module):
+    """Two weights are halves of one that is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.scale, self.down = make((2 * WIDTH, H)), make((H,)), nn.Linear(WIDTH, H)
+
+    def forward(self, x):
+        gate, up = (self.both * self.scale).chunk(2)
+        return self.down(F.silu(F.linear(x, gate)) * F.linear(x, up))
+
+
 class Standardised(nn.Conv1d):
     def forward(self, x):
         weight = self.weight.reshape(1, self.out_channels, -1)
@@ -131,7 +155,7 @@ def build(kind):
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     try:
-        own = {"attention": Attention, "both": Both, "convolutions": Convolutions}
+        own = {"attention": Attention, "both": Both, "packed": Packed, "convolutions": Convolutions}
         return Net(own[kind]() if kind in own else MLP(kind))
     finally:
         torch.set_default_dtype(torch.float32)
@@ -144,7 +168,9 @@ SPLIT = {  # what is dealt, and along which dim
     "rows normalised": {"v": 0, "down.weight": 1},
     "standardised": {"v": 0, "down.weight": 1},
     "masked": {"v": 0, "mask": 0, "down.weight": 1},
-    "transposed": {"v": 0, "down.weight": 1},
+    "transposed": {"v": 1, "down.weight": 1},
+    "packed": {"both": 0, "down.weight": 1},
+    "a layer that masks": {"up.weight": 0, "up.bias": 0, "up.mask": 0, "down.weight": 1},
     "a layer with weight norm": {f"up.parametrizations.weight.original{i}": 0 for i in (0, 1)} | {"up.bias": 0, "down.weight": 1},
     "a layer with old weight norm": {"up.weight_g": 0, "up.weight_v": 0, "up.bias": 0, "down.weight": 1},
     "a layer with a pruned weight": {"up.weight_orig": 0, "up.weight_mask": 0, "up.bias": 0, "down.weight": 1},
@@ -175,17 +201,19 @@ def check_same(group, kind):
     weights, state = autotp.full_state_dict(model), plain.state_dict()
     if dist.get_rank(group) == 0:
         assert set(weights) == set(state) and all(weights[name].equal(value) for name, value in state.items())
+    if kind in LAYERS and kind in SPLIT and "old" not in kind and "pruned" not in kind:  # these compute it in a hook of forward
+        with autotp.GatherReplacedLayerParams(list(model.parameters()), model):
+            assert model.inner.up.weight.equal(plain.inner.up.weight)
     own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    sizes = [getattr(m, key) for m in model.modules() for key in ("out_features", "out_channels") if hasattr(m, key)]
     whole = autotp.unshard(model)
     assert all(value.equal(state[name]) for name, value in whole.state_dict().items())
     torch.testing.assert_close(run_once(whole, x), expected)
-    return own, sizes, {name: tuple(value.shape) for name, value in state.items()}
+    return own, {name: tuple(value.shape) for name, value in state.items()}
 
 
 @pytest.mark.parametrize("kind", [*SPLIT, *WHOLE])
 def test_splits_and_computes_the_same(ranks, kind):
-    own, _, full = ranks.run(check_same, kind)[0]
+    own, full = ranks.run(check_same, kind)[0]
     dealt = {name: dim for name in full for dim, (a, b) in enumerate(zip(own[name], full[name], strict=True)) if a != b}
     expected = {f"inner.{name}": dim for name, dim in SPLIT.get(kind, {}).items()}
     if kind in WHOLE:  # the plain layer's output may be gathered
@@ -238,6 +266,54 @@ def test_a_wrong_plan_is_refused(case):
     assert make_plan(model, 2, plan=plan, inputs=INPUTS).modules == plan.modules
     with pytest.raises(autotp.errors.ProofError, match=why):
         make_plan(model, 2, plan=wrong, inputs=INPUTS)
+
+
+def test_layers_that_read_one_input_enter_it_once():
+    plan = make_plan(build("attention"), 2, inputs=INPUTS)
+    entering = [(m.name, [i.argument for i in m.inputs]) for m in plan.modules if m.inputs]
+    assert entering == [("inner", ["x"])]
+
+
+class Residual(nn.Module):
+    """Without a norm the residual stream itself might be dealt, with `inner.v` as a row: but its module goes on with gelu."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.out = nn.Linear(H, H), MLP("scaled inputs"), nn.Linear(H, H)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.out(x + self.inner(x))
+
+
+class Bent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.v, self.scale = make((WIDTH, 2 * WIDTH)), make((2 * WIDTH,))
+
+    def forward(self, x):
+        return F.gelu(F.linear(x, self.v * self.scale))
+
+
+class Chain(nn.Module):
+    """`inner.v` as a row of `first` is the largest region; what `inner` returns is no sum of the ranks' parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.out = nn.Linear(H, 2 * WIDTH), Bent(), nn.Linear(WIDTH, H)
+
+    def forward(self, x):
+        return self.out(self.inner(F.gelu(self.first(x))))
+
+
+@pytest.mark.parametrize("make_model", [Residual, Chain])
+def test_rows_whose_parts_no_module_could_add_up_are_columns(make_model):
+    plan = make_plan(make_model(), 2, inputs=INPUTS)
+    assert plan.shards["inner.v"].cuts[0].dim == 0
+
+
+def test_a_layer_shows_its_own_number_of_outputs():
+    assert make_plan(build("a layer with weight norm"), 2, inputs=INPUTS)["inner.up"].attrs == {"out_features": (24, 24)}
 
 
 WEIGHTS["hidden whole norm"] = lambda m: m.v / m.v.norm().detach()  # its gradient alone does not show it
