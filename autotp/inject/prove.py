@@ -24,7 +24,7 @@ from ..errors import ProofError
 from ..shard import Shard
 from .intercept import Interceptor, flatten, keep_state, running
 from .plan import ATTENTION_STYLES, ModulePlan, Plan
-from .record import Call, Record, Site, add_bias
+from .record import Call, Record, Site, add_terms
 from .shadow import Shadow, copy_model
 from .sites import Operands
 from .threads import SoloGroup, ThreadGroup, ThreadRanks
@@ -136,7 +136,23 @@ class RankRun:
             value = take(value, call.y_axes, cols, site, call.y_start)
         leaf = value.clone().requires_grad_()
         self.leaves.append((index, leaf))
-        return add_bias(leaf * self.part if rows is not None else leaf.clone(), op, self.shadow)
+        mix = self.check_weight(op, site, call, rows, cols)
+        return add_terms(leaf * self.part if rows is not None else leaf.clone(), op, self.shadow, mix)
+
+    def check_weight(self, op: Operands, site: Site, call: Call, rows: Any, cols: Any) -> Tensor | None:
+        """Compare a weight that this rank computed with its part of the whole one; that part of the coefficients of the whole."""
+        if (call.op is None) != (self.shadow.find(op.weight) is not None):
+            raise ProofError(f"{site.parameter}: rank {self.rank} does not compute its weight as the whole model does")
+        if call.op is None or call.mix is None:
+            return None
+        expected, mix = call.op.weight, call.mix
+        if rows is not None:
+            expected, mix = (take(t, call.op.w_in, rows, site, call.x_start) for t in (expected, mix))
+        if cols is not None:
+            expected, mix = (take(t, call.op.w_out, cols, site, call.y_start) for t in (expected, mix))
+        same = op.weight.shape == expected.shape and not self.values
+        compare(op.weight, op.weight if same else expected, f"{site.parameter}: the weight computed from it", self.rank)
+        return mix
 
     def role(self, site: Site) -> tuple[Any, Any]:
         """`(dim, indices)` of a cut of the site's input columns, and of its output columns, for this rank."""

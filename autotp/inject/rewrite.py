@@ -199,7 +199,7 @@ def cut_weights(model: nn.Module, plan: Plan, group: TPGroup) -> None:
         shard = of.get(id(parameter))
         if shard is not None or parameter.device != group.device:
             grad, parameter.grad = parameter.grad, None
-            parameter.data = source.read(name, shard, group.tp_rank, parameter.dtype, group.device)
+            set_data(parameter, source.read(name, shard, group.tp_rank, parameter.dtype, group.device))
             if grad is not None:
                 parameter.grad = take_part(grad, shard, group.tp_rank, grad.dtype, group.device)
     place_buffers(model, shards, group.tp_rank, group.device)
@@ -214,7 +214,7 @@ def join_weights(model: nn.Module) -> None:
             parameter, buffer = module._parameters.get(name), module._buffers.get(name)
             if parameter is not None and id(parameter) not in done:
                 parameter.grad = None
-                parameter.data = module.tp.all_gather(parameter.data, shard)
+                set_data(parameter, module.tp.all_gather(parameter.data, shard))
                 done[id(parameter)] = (parameter, parameter)
             elif buffer is not None:
                 if id(buffer) not in done:
@@ -222,6 +222,17 @@ def join_weights(model: nn.Module) -> None:
                 module._buffers[name] = done[id(buffer)][1]
         make_plain(module)
     restore_fast_paths(model)
+
+
+def set_data(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give a Parameter data of another shape, where a graph of an earlier forward may still be alive (old weight norm keeps one).
+
+    Such a graph keeps the node that takes the Parameter's gradients, of the shape that it was made for, and later forwards
+    would take it over; a change of dtype makes autograd drop it.
+    """
+    if data.shape != parameter.shape:
+        parameter.data = data.new_empty(0, dtype=torch.float64 if parameter.dtype == torch.float32 else torch.float32)
+    parameter.data = data
 
 
 def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str, forwards: Mapping[str, Forward]) -> None:

@@ -60,6 +60,7 @@ class Shadow:
         self.generator = generator
         self.real: dict[int, nn.Parameter] = {}
         self.transparent: set[str] = set()
+        self.owners: dict[frozenset[str], str | None] = {}  # what a weight is computed from -> whose columns it has
         self.index()
 
     def index(self) -> None:
@@ -69,13 +70,20 @@ class Shadow:
         for name, parameter in self.model.named_parameters():
             self.names[_storage(parameter)] = name
             self.parameters[name] = parameter
-        self.buffers = {_storage(b): name for name, b in self.model.named_buffers() if b.is_floating_point() and b.numel()}
+        self.buffers = {_storage(b): name for name, b in self.model.named_buffers() if b.numel()}
 
     def find(self, tensor: Any) -> str | None:
         """Name of the Parameter that `tensor` is, or is a view of."""
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             return None
         return self.names.get(_storage(tensor))
+
+    def origin(self, tensor: Tensor) -> str | None:
+        """Name of the Parameter or buffer that `tensor` is, or is a view of."""
+        if tensor.layout != torch.strided:
+            return None
+        key = _storage(tensor)
+        return self.names.get(key) or self.buffers.get(key)
 
     def fill(self, tensor: Tensor) -> Tensor:
         """The same view of a stand-in with numbers, for an operation that is no site."""
