@@ -49,7 +49,10 @@ class Runs:
         if all(getattr(config, "_attn_implementation", None) in (None, "eager") for config in configs):
             return None
         try:
-            return replace(self.recording, own_kernel=True, inputs=self.calls[:1]).run(self.reduction)
+            recording = replace(
+                self.recording, inputs=self.calls[:1], own_kernel=True, transparent=frozenset(self.shadow.transparent)
+            )
+            return recording.run(self.reduction)
         except Exception:  # made for a GPU, say
             return None
 
@@ -88,12 +91,14 @@ class Recording:
 
     Attributes:
         own_kernel: attention runs in the implementation that the model's config names, not in plain arithmetic.
+        transparent: Parameters that are seen as any other, though linear maps use them.
     """
 
     model: nn.Module
     inputs: Any
     forwards: Mapping[str, Forward]
     own_kernel: bool = False
+    transparent: frozenset[str] = frozenset()
 
     def run_shared(self, reduction: Reduction, tell: Callable[[str], Any] | None) -> Runs:
         """The calls, like modules sharing a few where not all of them ran."""
@@ -117,6 +122,7 @@ class Recording:
 
     def _make_shadow(self, reduction: Reduction, buffers_need_grad: bool) -> Shadow:
         shadow = Shadow(self.model, 0, buffers_need_grad, reduction, self.own_kernel)
+        shadow.transparent |= self.transparent
         for name in filter(reduction.holds, self.forwards):
             replace_forward(shadow.model.get_submodule(name), name, self.forwards[name])
         return shadow

@@ -147,7 +147,10 @@ def _rebind(function: types.FunctionType, memo: dict[int, Any]) -> types.Functio
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:  # inside vmap, where no Parameter is passed
+        return 0
 
 
 def _stand_in(name: str, parameter: Tensor, generator: torch.Generator, kept: bool) -> Tensor:
