@@ -262,7 +262,7 @@ def _prove_on_calls(model: nn.Module, plan: Plan, inputs: Any, hints: Hints) -> 
         if inputs is not None:
             raise
         return replace(plan, proof=f"not proved: {error}")
-    rewrite = partial(rewrite_modules, forwards=hints.forwards)
+    rewrite, runs = partial(rewrite_modules, forwards=hints.forwards), runs.with_cut_maps(kept)
     try:
         prove(runs.shadow, kept, runs.references(), rewrite)
     except ProofError as error:
