@@ -122,7 +122,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for key, value in vars(module).items():
             if isinstance(value, types.FunctionType):
                 module.__dict__[key] = _rebind(value, memo)
-            elif isinstance(value, dict):  # hooks
+            elif key.endswith("_hooks") and isinstance(value, dict):
                 value.update({k: _rebind(v, memo) for k, v in value.items() if isinstance(v, types.FunctionType)})
     return made
 
