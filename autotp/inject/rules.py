@@ -215,9 +215,14 @@ def _prove_own_kernel(plan: Plan, runs: Runs, rewrite: Callable[..., None]) -> N
     again = runs.with_own_kernel()
     if again is None:
         return
+    references = again.references()
     try:
-        prove(again.shadow, keep_modules(plan, again.reduction) or plan, again.references(), rewrite)
+        prove(again.shadow, keep_modules(plan, again.reduction) or plan, references, rewrite)
     except ProofError as error:
+        try:
+            prove(again.shadow, replace(plan, modules=(), regions=()), references, rewrite)
+        except ProofError:  # the whole model does not compute the same twice: rows that are masked altogether, say
+            return
         name = getattr(runs.recording.model.config, "_attn_implementation", None)
         raise ProofError(
             f"the plan proves with plain attention, but not with the model's own, {name}: {error}. Load the model with "
