@@ -73,7 +73,7 @@ class Interceptor(TorchFunctionMode):
         return self.draws.run(func, args, kwargs)
 
     def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """What `func` makes of a big Parameter, where that is a view of it (an expert, a transpose): it stays without numbers."""
+        """What `func` makes of a big Parameter, where that takes no numbers: a view (an expert, a transpose), its shape or dtype."""
         first = args[0] if args else None
         if not isinstance(first, Tensor) or not first.is_meta or self.shadow.find(first) is None:
             return None
@@ -83,8 +83,9 @@ class Interceptor(TorchFunctionMode):
             )
         except (RuntimeError, NotImplementedError, TypeError):  # it mixes the Parameter with tensors that have numbers
             return None
-        parts = list(flatten(made))
-        return made if parts and all(self.shadow.find(part) is not None for part in parts) else None
+        if isinstance(made, torch.device):
+            return torch.device("cpu")  # where its numbers would be
+        return made if all(self.shadow.find(part) is not None for part in flatten(made)) else None
 
     def _is_weight(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.is_floating_point() and self.shadow.find(value) is not None
