@@ -31,6 +31,7 @@ SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: 
 WIDE_SHAPES = ((2, 5), (3, 4))  # the same for models of more than WIDE parameters, whose activations take the memory
 WIDE = 10**9
 SEARCH_SECONDS = 40.0  # for the attribute edits of a whole model; a class that needs some finds them in one or two
+SMALLER = 2  # times that smaller regions are looked for in place of those that did not prove
 
 Assemble = Callable[[dict[str, ModulePlan], tuple[Region, ...], dict[str, str]], Plan]
 Rewrite = Callable[[nn.Module, Plan, TPGroup], None]
@@ -152,7 +153,7 @@ class Planner:
             self.discovery = Discovery(self.runs.shadow, [*base, *more], self.tp_size, self.blocked, len(base))
             self.placement = Placement(self.discovery.tables, self.tp_size, self.norms)
             self.discovery.choose()
-        kept = self._prove_with_groups(self._prove_all())
+        kept = self._prove_smaller(self._prove_with_groups(self._prove_all()))
         self._gather_rest(kept)
         for seed, refusal in self.discovery.refused.items():
             self.reasons.setdefault(seed[0], str(refusal))
@@ -205,6 +206,27 @@ class Planner:
         vars(self).update(before | {"seconds_left": self.seconds_left})
         self.runs.records = records
         return kept
+
+    def _prove_smaller(self, kept: list[FoundRegion]) -> list[FoundRegion]:
+        """Again without the rows of regions that did not prove: smaller regions may take what those had taken."""
+        for _ in range(SMALLER):
+            proved = set(map(id, kept))
+            failed = [region for region in self.discovery.regions if id(region) not in proved]
+            if not failed:
+                break
+            self.discovery.blocked |= {row for region in failed for row in region.rows}
+            self.discovery.regions = list(kept)
+            self.discovery.choose()
+            found = [region for region in self.discovery.regions if id(region) not in proved]
+            kept = self._prove_half(kept, self._by_class(found)) if found else kept
+        return kept
+
+    def _by_class(self, regions: Sequence[FoundRegion]) -> list[list[FoundRegion]]:
+        """`regions`, those that differ in their layers alone together."""
+        classes: dict[Any, list[FoundRegion]] = {}
+        for region in regions:
+            classes.setdefault(class_of(self.discovery.tables, next(iter(region.rows))), []).append(region)
+        return list(classes.values())
 
     def _discover_again(self) -> Discovery:
         records = [self._record(call, number, self.norms) for number, call in enumerate(self.runs.calls)]
@@ -270,13 +292,11 @@ class Planner:
         except (ProofError, PlanError):
             if not self.discovery.regions:
                 raise
-        classes: dict[Any, list[FoundRegion]] = {}
-        for region in self.discovery.regions:
-            classes.setdefault(class_of(self.discovery.tables, next(iter(region.rows))), []).append(region)
-        if len(classes) > 1 and self._edit_first(list(classes.values())):
+        classes = self._by_class(self.discovery.regions)
+        if len(classes) > 1 and self._edit_first(classes):
             return self.discovery.regions
         self.attempt([])  # nothing proves on top of what does not
-        return self._prove_half([], list(classes.values()), failed=True)
+        return self._prove_half([], classes, failed=True)
 
     def _edit_first(self, classes: list[list[FoundRegion]]) -> bool:
         """Whether all regions prove together with the edits that each class of them needs to run by itself."""
