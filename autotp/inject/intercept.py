@@ -73,7 +73,7 @@ class Interceptor(TorchFunctionMode):
         return self.draws.run(func, args, kwargs)
 
     def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """What `func` makes of a big Parameter, where that takes no numbers: a view (an expert, a transpose), its shape or dtype."""
+        """What `func` makes of a big Parameter, where that takes no numbers: a view (an expert, a transpose), a shape, a type."""
         first = args[0] if args else None
         if not isinstance(first, Tensor) or not first.is_meta or self.shadow.find(first) is None:
             return None
