@@ -114,6 +114,12 @@ def _pass_on(*args: Any, **kwargs: Any) -> Any:
     return args[0] if args else next(iter(kwargs.values()))
 
 
+def reads_emptied(error: Exception) -> bool:
+    """Whether an error tells that something read what an emptied module held."""
+    owner = error.obj if isinstance(error, AttributeError) else None
+    return isinstance(owner, nn.Module) and owner.__dict__.get("forward") is _pass_on
+
+
 def move_region(region: Region, old: str, new: str) -> Region:
     """A region inside `old`, moved to `new`."""
 

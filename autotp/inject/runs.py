@@ -17,7 +17,7 @@ from .forwards import Forward, replace_forward
 from .plan import Plan
 from .prove import Reference, make_reference
 from .record import Record, Recorder
-from .reduce import Reduction, find_reduction, share_unrun
+from .reduce import Reduction, find_reduction, reads_emptied, share_unrun
 from .shadow import Shadow
 
 SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: no plan may hold for one shape alone
@@ -89,13 +89,16 @@ def record_runs(
     """
     reduction = find_reduction(model) if reduce else Reduction({})
     recording = Recording(model, inputs, forwards or {})
-    for chosen in [reduction, replace(reduction, emptied=False), Reduction({})] if reduction else [reduction]:
+    left = [reduction, replace(reduction, emptied=False), Reduction({})] if reduction else [reduction]
+    while True:
+        chosen = left.pop(0)
         try:
             return recording.run_shared(chosen, tell)
-        except Exception:
-            if not chosen:  # neither with layers that do nothing nor without them: then all are recorded
+        except Exception as error:
+            if not left:  # neither with layers that do nothing nor without them: then all are recorded
                 raise
-    raise AssertionError
+            if reads_emptied(error):  # from outside the layer: taken out, nothing would show what is done with it
+                left = left[-1:]
 
 
 @dataclass(frozen=True)
