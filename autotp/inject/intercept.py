@@ -62,6 +62,8 @@ class Interceptor(TorchFunctionMode):
             return args[0].double() if args[0].dtype != torch.float64 else args[0]
         if func in SMOOTH and args and args[0].is_floating_point():
             return SMOOTH[func](*args, **kwargs)
+        if func in _DROPOUTS:
+            return args[0]
         if func is F.batch_norm:
             return _batch_norm(*args, **kwargs)
         if _is_composite(func):
@@ -182,6 +184,9 @@ _CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F
 
 
 _FLOAT_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
+
+
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
 
 
 _COMPOSITES = {F.multi_head_attention_forward}

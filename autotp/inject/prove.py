@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,8 +61,8 @@ class Reference:
     site_grads: list[Tensor | None]
     output_grads: list[Tensor]
     y_grads: Sequence[Tensor | None]
-    parameter_grads: dict[str, Tensor | None]
-    input_grads: dict[str, Tensor | None]
+    parameter_grads: Mapping[str, Tensor | None]
+    input_grads: Mapping[str, Tensor | None]
     by_parameter: dict[str, list[int]] = field(default_factory=dict)
 
     def entry(self, index: int) -> tuple[Site, Call]:
@@ -114,7 +114,7 @@ class RankRun:
         self.leaves: list[tuple[int, Tensor]] = []
         self.targets: list[tuple[Tensor, Tensor]] = []
         self.inputs = {k: reference.call[k].detach().double().requires_grad_() for k in reference.input_grads}
-        self.input_grads: dict[str, Tensor | None] = {}
+        self.input_grads: Mapping[str, Tensor | None] = {}
 
     def arguments(self) -> dict[str, Any]:
         """The call, its floating tensors such that a gradient reaches them; copies, as the forward may write into them."""
@@ -181,7 +181,7 @@ class RankRun:
         shard = self.shards.get(site.parameter)
         return site.kind == "embedding" and shard is not None and any(cut.dim not in site.out_dims for cut in shard.cuts)
 
-    def finish(self, outputs: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], dict[str, Tensor | None]]:
+    def finish(self, outputs: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Mapping[str, Tensor | None]]:
         """Compare the outputs, then pull the cotangents back: gradients at the sites' outputs and at the Parameters."""
         expected = self.reference.record.outputs
         if len(outputs) != len(expected):

@@ -248,6 +248,8 @@ def _plain(value: Any) -> str:
         return repr(value)
     if isinstance(value, (tuple, list)):
         return repr([_plain(v) for v in value])
+    if isinstance(value, dict):
+        return repr([(_plain(k), _plain(v)) for k, v in value.items()])
     return type(value).__qualname__ if not callable(value) else getattr(value, "__qualname__", type(value).__qualname__)
 
 
