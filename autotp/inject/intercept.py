@@ -64,6 +64,8 @@ class Interceptor(TorchFunctionMode):
             return SMOOTH[func](*args, **kwargs)
         if func in _DROPOUTS:
             return args[0]
+        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
+            kwargs = {**kwargs, "dropout_p": 0.0}
         if func is F.batch_norm:
             return _batch_norm(*args, **kwargs)
         if _is_composite(func):

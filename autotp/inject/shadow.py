@@ -47,7 +47,7 @@ class Shadow:
         computed = _compute_buffers(model)
         for name, buffer in model.named_buffers(remove_duplicate=False):
             value = computed.get(name, buffer).detach().cpu()
-            memo.setdefault(id(buffer), value.double() if value.is_floating_point() else value.clone())
+            memo.setdefault(id(buffer), value.to(torch.float64 if value.is_floating_point() else value.dtype, copy=True))
             if buffers_need_grad and value.is_floating_point():
                 memo[id(buffer)].requires_grad_()
         for module in model.modules():  # what an earlier forward left on a module may hang on its graph
