@@ -46,8 +46,8 @@ class TrainOptions:
         save_every: a checkpoint to resume from every so many steps; 0: only when the run is interrupted.
         resume: a directory `checkpoint-STEP`, or "auto": the newest in `out`, if there is one.
         seed: of the data's order and of dropout.
-        log: a file that gets each step's event as a JSON line.
-        tensorboard: a directory for TensorBoard.
+        log: a file to which `train` writes each step's event as a JSON line; a resumed run adds to it.
+        tensorboard: a directory to which `train` writes the same for TensorBoard.
         plan: a Plan JSON to use instead of the discovered one.
 
     Raises:
@@ -103,7 +103,7 @@ class TrainOptions:
             _refuse("data", "", "names no file: give at least one")
         if self.steps is not None and self.epochs is not None:
             _refuse("steps", self.steps, f"and --epochs {self.epochs} both say how long to train: give one of them")
-        if self.completions_only and self.packing and self.text_field == "":
+        if not self.text_field:
             _refuse("text_field", "''", "is empty: name the key or column that holds the text")
         if self.eval_every and not self.eval_data:
             _refuse("eval_every", self.eval_every, "needs something to evaluate on: give --eval-data too, or leave it out")
