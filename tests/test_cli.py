@@ -22,8 +22,9 @@ from transformers import (
     ViTForImageClassification,
 )
 
-import autotp.cli as cli
-from autotp.cli import main, show_progress
+import autotp.cli.verify
+from autotp.cli import main
+from autotp.cli.screen import show_progress
 from autotp.errors import AutoTPError
 from autotp.inject.plan import Plan
 from autotp.train.data import cut_blocks, iterate_batches, read_blocks
@@ -208,7 +209,7 @@ def test_verify_of_pictures_and_an_edited_plan(tmp_path, capsys):
 def test_verify_exits_1_where_they_differ(error, said, checkpoint, monkeypatch, capsys):
     errors = {"loss": 0.0, "logits": 0.0, "grad_norm": 0.0, "model.norm.weight": error}
     report = VerifyReport(1.0, 1.0, errors, {"loss": 1e-5, "logits": 1e-4, "gradient": 1e-3})
-    monkeypatch.setattr(cli, "launch_ranks", lambda *args: (report, "text"))
+    monkeypatch.setattr(autotp.cli.verify, "run_ranks", lambda *args: (report, "text"))
     out = run_cli("verify", checkpoint, "--tp", 2, code=1, capsys=capsys).out
     assert "verify FAILED: 1 of 4" in out and "gradient of model.norm.weight" in out
     data = json.loads(run_cli("verify", checkpoint, "--tp", 2, "--json", code=1, capsys=capsys).out)

@@ -14,30 +14,36 @@ from .train import run_train
 from .verify import DTYPES, run_verify
 
 SUMMARY = """\
-Make a Hugging Face model tensor-parallel: each GPU (or process) holds a slice of every layer.
+Make a Hugging Face model tensor-parallel: each GPU (or process) holds a slice
+of every layer.
 
-  autotp plan MODEL --tp 2      what would be split, from the config alone; proved, no weights are read
-  autotp verify MODEL --tp 2    load the weights whole and split, and compare what both compute
+  autotp plan MODEL --tp 2      what would be split; no weights are read
+  autotp verify MODEL --tp 2    does the split model compute the same?
   autotp train MODEL --tp 2 --data FILE --out DIR
-                                train, and save a checkpoint that plain transformers loads
+                                train, and save a plain checkpoint
 
-MODEL is a hub id or a directory. `autotp COMMAND --help` has examples.
+MODEL is a hub id or a directory.
 """
 PLAN_PAGE = """\
-The plan is found in the model itself and proved to compute what the model computes, forward and backward, before anything is
-printed. Only the config is read: no weights, no GPU. What can't be split stays whole, and the last part of the table says why.
+The plan is found in the model itself, and proved to compute what the model
+computes, forward and backward, before anything is printed. Only the config is
+read: no weights, no GPU. What can't be split stays whole; the last part of the
+table says why.
 """
 PLAN_END = """\
 examples:
   autotp plan HuggingFaceTB/SmolLM2-135M-Instruct --tp 2
-  autotp plan ./my-model --tp 8 --json > plan.json      # can be edited; plan, verify and train take it as --plan
-  autotp plan ./my-model --tp 8 --plan plan.json        # an edited plan, proved again
+  autotp plan ./my-model --tp 8 --json > plan.json   # may be edited
+  autotp plan ./my-model --tp 8 --plan plan.json     # an edited plan, proved
 
-exit codes: 0 there is a plan; 1 it splits nothing; 2 an error, in one message; 130 interrupted (Ctrl-C)
+exit codes:
+  0 there is a plan   1 it splits nothing   2 an error, in one message
+  130 interrupted (Ctrl-C)
 """
 VERIFY_PAGE = """\
-The checkpoint is loaded twice, unsharded and split over N ranks started here, and loss, logits and every gradient of one batch
-are compared. Needs memory for both. Uses GPUs where there are any, one for each rank, and the CPU otherwise.
+The checkpoint is loaded twice, unsharded and split over N ranks started here;
+loss, logits and every gradient of one batch are compared. It takes memory for
+both, on GPUs where there are any (one for each rank), else on the CPU.
 """
 VERIFY_END = """\
 examples:
@@ -45,29 +51,44 @@ examples:
   autotp verify ./my-model --tp 2 --dtype bfloat16 --json
   autotp verify ./my-model --tp 2 --plan plan.json
 
-exit codes: 0 both compute the same; 1 they differ; 2 an error, in one message; 130 interrupted (Ctrl-C)
+exit codes:
+  0 both compute the same   1 they differ   2 an error, in one message
+  130 interrupted (Ctrl-C)
 """
 TRAIN_PAGE = """\
-Trains a causal language model over tp x dp ranks: each holds 1/tp of the weights, gradients and optimizer states, and dp copies
-of the model read different data. The ranks are started here (one GPU each where there are GPUs, otherwise processes on the
-CPU), or by torchrun or `accelerate launch`, whose number of processes must then be tp x dp.
+Trains a causal language model over tp x dp ranks: each holds 1/tp of weights,
+gradients and optimizer states, and dp copies of the model share the data. The
+ranks are started here (one GPU each, or processes on the CPU where there is no
+GPU), or by torchrun or `accelerate launch`, as tp x dp processes.
+The trained model is saved to --out, where plain transformers loads it.
 """
 TRAIN_END = """\
 examples:
-  autotp train HuggingFaceTB/SmolLM2-135M-Instruct --data book.txt --tp 2 --out out --steps 200
-  autotp train ./my-model --data chats.jsonl --completions-only --tp 4 --dp 2 --out out \\
-      --dtype bfloat16 --master-weights --lr 2e-5 --lr-schedule cosine --warmup 20 --gradient-checkpointing
-  autotp train --config run.yaml --lr 1e-5              # keys are these options; what is given here wins
+  autotp train HuggingFaceTB/SmolLM2-135M-Instruct --tp 2 --data book.txt \\
+      --out out --steps 200
+  autotp train ./my-model --tp 4 --dp 2 --data chats.jsonl --completions-only \\
+      --out out --lr 2e-5 --lr-schedule cosine --warmup 0.1 --save-every 500
+  autotp train --config run.yaml --lr 1e-5   # the command line wins
   torchrun --nproc-per-node 4 -m autotp.cli train --config run.yaml
 
-Ctrl-C once: the step is finished, everything is saved, and the command that goes on from there is printed. Twice: ends at once.
+a run.yaml, by the names of these options (paths count from where you are):
+  model: ./my-model
+  tp: 4
+  data: [a.txt, b.txt]
+  out: out
+  lr: 1e-5
 
-exit codes: 0 trained and saved; 2 an error, in one message; 130 interrupted (Ctrl-C)
+Ctrl-C once: the step is finished, all is saved, and the command that goes on
+from there is printed. Twice: it ends at once. When something goes wrong, the
+message says what to do, and OUT/autotp.log has what the ranks said.
+
+exit codes:
+  0 trained and saved   2 an error, in one message   130 interrupted (Ctrl-C)
 """
 # The options of `train` by group: name of the field in TrainOptions, metavar (None for a switch), and what it is.
 TRAIN_GROUPS: dict[str, list[tuple[str, str | None, str]]] = {
     "what is trained, and where it goes": [
-        ("data", "FILE", "text, JSONL (text or chats), parquet or arrow: a file, or a directory of them"),
+        ("data", "FILE", "what to train on: text, .jsonl (text or chats), .parquet or .arrow files"),
         ("out", "DIR", "where checkpoints and the trained model go"),
         ("tp", "N", "tensor-parallel size: ranks that share one model"),
         ("dp", "N", "data-parallel size: copies of the model"),
@@ -78,32 +99,32 @@ TRAIN_GROUPS: dict[str, list[tuple[str, str | None, str]]] = {
         ("seq_length", "N", "tokens in a row"),
         ("batch_size", "N", "rows in a micro-batch, on each copy of the model"),
         ("grad_accum", "N", "micro-batches in a step"),
-        ("packing", None, "join texts to full rows; otherwise each text is a row, padded"),
+        ("packing", None, "join texts and cut them into full rows; off: each text is a row, padded"),
         ("completions_only", None, "of chats, only the assistant's words count in the loss"),
         ("seed", "N", "order of the data, dropout"),
     ],
     "optimizer (AdamW)": [
         ("steps", "N", "optimizer steps"),
-        ("epochs", "X", "instead of steps: passes over the data"),
+        ("epochs", "N", "instead of --steps: passes over the data; neither: one pass"),
         ("lr", "X", "highest learning rate"),
-        ("lr_schedule", "NAME", "how it falls after the warm-up"),
-        ("warmup", "N", "steps in which it rises from 0"),
+        ("lr_schedule", "NAME", "constant, linear or cosine: how it falls to 0 after the warm-up"),
+        ("warmup", "X", "steps in which it rises from 0, or below 1 their share of all"),
         ("weight_decay", "X", "not of norms and biases"),
         ("betas", "X", "of both moments"),
         ("eps", "X", "AdamW's epsilon"),
         ("clip", "X", "the gradients' global norm is cut to this; 0: never"),
     ],
     "numbers and memory": [
-        ("dtype", "NAME", "of the weights"),
-        ("master_weights", None, "the optimizer works on float32 copies of the weights"),
+        ("dtype", "NAME", "of the weights: bfloat16, float32 or float16"),
+        ("master_weights", None, "the optimizer works on float32 copies of narrower weights"),
         ("gradient_checkpointing", None, "compute activations again in the backward pass instead of keeping them"),
     ],
     "evaluation, checkpoints, logs": [
-        ("eval_data", "FILE", "texts whose loss is measured"),
-        ("eval_every", "N", "steps between two evaluations"),
-        ("eval_batches", "N", "micro-batches in an evaluation"),
-        ("save_every", "N", "steps between two checkpoints that a run can be resumed from"),
-        ("resume", "DIR", "go on from the last checkpoint there"),
+        ("eval_data", "FILE", "files whose loss is measured"),
+        ("eval_every", "N", "steps between two evaluations; 0: one at the end"),
+        ("eval_batches", "N", "batches in an evaluation; all if not given"),
+        ("save_every", "N", "steps between two checkpoints to resume from; 0: only when interrupted"),
+        ("resume", "DIR", "go on from this checkpoint-STEP; `auto`: from the newest in --out, if any"),
         ("log", "FILE", "JSONL: one line for each step"),
         ("tensorboard", "DIR", "the same for TensorBoard"),
     ],
@@ -115,26 +136,35 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="autotp", description=SUMMARY, formatter_class=argparse.RawDescriptionHelpFormatter, usage="autotp COMMAND ..."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        required=True, metavar="COMMAND", help="plan, verify or train; `autotp COMMAND --help` is a page on it, with examples"
+    )
 
-    plan = _add_command(commands, "plan", "print what would be split, from the model's config alone", PLAN_PAGE, PLAN_END)
+    plan = _add_command(commands, "plan", "MODEL --tp N [options]", PLAN_PAGE, PLAN_END)
     add_plan_arguments(plan, "hub id or directory; no weights are read", "print the plan as JSON")
     plan.set_defaults(run=run_plan)
 
-    check = _add_command(commands, "verify", "compare a checkpoint unsharded and parallelized", VERIFY_PAGE, VERIFY_END)
+    check = _add_command(commands, "verify", "MODEL --tp N [options]", VERIFY_PAGE, VERIFY_END)
     add_plan_arguments(check, "hub id or directory", "print the report as one JSON object")
     check.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights of both (%(default)s)")
     check.set_defaults(run=run_verify)
 
-    train = _add_command(commands, "train", "train and save a plain checkpoint", TRAIN_PAGE, TRAIN_END)
+    usage = "MODEL --tp N --data FILE --out DIR [options]\n       autotp train --config FILE.yaml [options]"
+    train = _add_command(commands, "train", usage, TRAIN_PAGE, TRAIN_END)
     add_train_arguments(train)
     train.set_defaults(run=run_train)
     return parser
 
 
-def _add_command(commands: Any, name: str, summary: str, page: str, end: str) -> argparse.ArgumentParser:
+def _add_command(commands: Any, name: str, usage: str, page: str, end: str) -> argparse.ArgumentParser:
+    layout = argparse.RawDescriptionHelpFormatter
     return commands.add_parser(
-        name, help=summary, description=page, epilog=end, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        name,
+        usage=f"autotp {name} {usage}",
+        description=page,
+        epilog=end,
+        formatter_class=layout,
+        allow_abbrev=False,
     )
 
 
@@ -169,7 +199,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
                 settings["action"] = argparse.BooleanOptionalAction
             else:
                 settings |= dict(metavar=metavar, type=_read_as(kinds[name]))
-                settings |= dict(nargs=2) if name == "betas" else {}
+                if typing.get_origin(_required(kinds[name])) is tuple:
+                    settings["nargs"] = 2 if name == "betas" else "+"
             group.add_argument(f"--{name.replace('_', '-')}", **settings)
 
 
@@ -179,10 +210,16 @@ def _say_default(value: Any) -> str:
     return f" ({' '.join(map(str, value)) if isinstance(value, tuple) else value})".replace("%", "%%")
 
 
+def _required(kind: Any) -> Any:
+    """`X` of an `X | None`."""
+    options = [option for option in typing.get_args(kind) if option is not types.NoneType]
+    return options[0] if isinstance(kind, types.UnionType) else kind
+
+
 def _read_as(kind: Any) -> Any:
-    """How the text of an option becomes the field's type: the first of an `X | None`, the element of a tuple."""
-    options = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union, tuple) else (kind,)
-    return next((option for option in options if option in (int, float)), str)
+    """How the text of an option becomes the field's type, or the elements of its tuple."""
+    kind = _required(kind)
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind
 
 
 def positive(text: str) -> int:

@@ -82,7 +82,7 @@ def describe_step(event: dict[str, Any]) -> str:
 
 
 class TrainBar:
-    """The progress of a training run on `stream`: a bar on a terminal; elsewhere about twenty lines, and one for each evaluation."""
+    """The progress of a training run: a bar on a terminal, about twenty lines elsewhere, and one for each evaluation."""
 
     LINES = 20
 

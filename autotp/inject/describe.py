@@ -90,7 +90,7 @@ def _measure(rows: list[list[str]]) -> list[int]:
 
 
 def _under_headings(rows: list[list[str]]) -> list[list[str]]:
-    """Names inside numbered layers without what is before the last number, which is said once above them, in a row of one cell."""
+    """Names inside numbered layers without their common start, which is said once above them, in a row of one cell."""
     found, above = [], ("", "")
     for name, *cells in rows:
         prefix, rest, count = re.fullmatch(r"((?:.*\*\.)?)(.*?)((?: \(\d+x\))?)", name).groups()  # type: ignore[union-attr]

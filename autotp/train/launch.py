@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 
 from ..errors import AutoTPError
 
-# For the others to say what they saw, after a failure; to end before they are killed; to end after they are done.
+# For the others to say what they saw, after a failure; to be gone once they are killed; to end after they are done.
 GRACE_S, END_S, FINISH_S = 1.0, 2.0, 30.0
 _LOST = re.compile(r"connection|socket|broken pipe|nccl|peer|timed out|store", re.IGNORECASE)
 _SAVING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -118,13 +118,11 @@ class _Ranks:
             process.join(FINISH_S)  # what they still write at their end
         for number, handler in self.kept.items():
             signal.signal(number, handler)
-        for signal_number, wait_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
-            alive = [process for process in self.processes if process.is_alive()]
-            for process in alive:
-                os.kill(process.pid, signal.SIGKILL if self.signals > 1 else signal_number)
-            end = time.monotonic() + wait_s
-            for process in alive:
-                process.join(max(0.0, end - time.monotonic()))
+        for process in self.processes:
+            if process.is_alive():  # not SIGTERM, at which a rank may begin to save what it can't finish
+                process.kill()
+        for process in self.processes:
+            process.join(END_S)
         for pipe in self.pipes:
             pipe.close()
 
