@@ -133,6 +133,13 @@ def holder_of(parameter: Tensor) -> tuple[nn.Module, str] | None:
     return module, name
 
 
+def stand_in(copy: Tensor, parameter: Tensor) -> None:
+    """Count `copy`, a master of the same shape that an optimizer updates, as `parameter` in norms and checks."""
+    entry = _holder_of.get(id(parameter))
+    if entry is not None:
+        _holder_of[id(copy)] = (weakref.ref(copy), *entry[1:])
+
+
 def mark_broken(model: nn.Module, reason: str) -> None:
     """Make every later use of `model` raise with `reason`."""
     model.__dict__["broken"] = reason
