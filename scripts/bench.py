@@ -62,7 +62,10 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self) -> None:
         for param, master in zip(self.params, self.masters, strict=True):
-            master.grad = None if param.grad is None else local(param.grad).float()
+            grad = param.grad
+            if isinstance(grad, DTensor):  # it may be whole, or partial sums, where the parameter is split
+                grad = grad.redistribute(param.device_mesh, param.placements)
+            master.grad = None if grad is None else local(grad).float()
             param.grad = None
         self.optimizer.step()
         self.optimizer.zero_grad()
