@@ -72,14 +72,11 @@ def check_tokenizer(model: str) -> None:
         raise AutoTPError(f"{model} has no tokenizer: its vocabulary is empty, as its files are missing. {way_out.capitalize()}")
 
 
-def check_data(option: str, path: str) -> None:
+def check_text(option: str, path: str) -> None:
     """Refuse a data file that is not there, empty, or may not be read."""
-    if not Path(path).exists():
-        raise AutoTPError(f"{option} {path}: there is no such file.{nearest_path(path)}")
     if Path(path).is_dir():
-        if not any(Path(path).iterdir()):
-            raise AutoTPError(f"{option} {path}: the directory is empty")
-        return
+        return  # a file that is wrong in another way
+    check_file(option, path)
     try:
         with open(path, "rb") as file:
             first = file.read(1)

@@ -10,23 +10,6 @@ from pathlib import Path
 from ..errors import AutoTPError
 
 
-def find_gguf(model: str) -> Path | None:
-    """The GGUF file that MODEL is, or that is all the weights in its directory; None for anything else.
-
-    Raises:
-        AutoTPError: several of them, of which none is named.
-    """
-    path = Path(model)
-    if path.is_file() and path.suffix == ".gguf":
-        return path
-    if not path.is_dir() or any(path.glob("*.safetensors")):
-        return None
-    files = sorted(path.glob("*.gguf"))
-    if len(files) > 1:
-        raise AutoTPError(f"{model} has {len(files)} GGUF files: give one as MODEL, such as {files[0]}")
-    return files[0] if files else None
-
-
 def convert_gguf(file: Path, beside: Path) -> Path:
     """The checkpoint of `file` with float32 weights, made once in a directory `.autotp-gguf` beside the directory `beside`.
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -90,9 +90,15 @@ class TrainBar:
         self.stream = stream
         self._bar: tqdm | None = None
         self._said = 0
+        self._waiting = ExitStack()
+
+    def wait(self, doing: str) -> None:
+        """Count seconds until the first step."""
+        self._waiting.enter_context(show_progress(doing))
 
     def show(self, event: dict[str, Any]) -> None:
         """One step's event, as `train` gives it."""
+        self._waiting.close()
         step, steps = event["step"], event.get("steps") or 0
         if self.stream.isatty():
             self._draw(event, step, steps)
@@ -119,6 +125,7 @@ class TrainBar:
 
     def close(self) -> None:
         """Leave the bar as it is and go to the next line."""
+        self._waiting.close()
         if self._bar is not None:
             self._bar.refresh()
             self._bar.close()

@@ -20,10 +20,11 @@ from ..comm import init_process_group_from_env
 from ..errors import AutoTPError
 from ..train.launch import send_message, under_torchrun
 from ..train.options import TrainOptions
-from ..train.run import TrainInterrupted, TrainResult, train
-from .checks import check_data, check_file, check_out, check_ranks, check_tokenizer, load_config
+from ..train.run import TrainInterrupted, TrainResult, check_data, train
+from ..train.setup import find_gguf
+from .checks import check_file, check_out, check_ranks, check_text, check_tokenizer, load_config
 from .config import read_config
-from .gguf import convert_gguf, find_gguf
+from .gguf import convert_gguf
 from .ranks import Failure, SpokenFor, explain_memory, is_memory_error, is_other_rank, run_ranks, write_trace
 from .screen import TrainBar, show_progress
 
@@ -65,7 +66,8 @@ def prepare(options: TrainOptions) -> TrainOptions:
     check_out(options.out)
     for option, paths in (("--data", options.data), ("--eval-data", options.eval_data or ())):
         for path in paths:
-            check_data(option, path)
+            check_text(option, path)
+    check_data(options)
     if options.plan is not None:
         check_file("--plan", options.plan)
     gguf = find_gguf(options.model)
@@ -84,10 +86,11 @@ def log_of(options: TrainOptions) -> str:
 
 def start_ranks(args: argparse.Namespace, options: TrainOptions) -> int:
     """Start `tp * dp` ranks and show what rank 0 reports."""
-    with show_progress("reading"):
+    with show_progress("looking at model and data"):
         options = prepare(options)
     log, bar, size = log_of(options), TrainBar(sys.stderr), options.tp * options.dp
     say_start(args, options)
+    bar.wait(f"starting {size} ranks: finding the plan, reading the weights")
     try:
         outcome = run_ranks(train_rank, size, options, log=log, on_message=bar.show)
     except KeyboardInterrupt:
@@ -108,6 +111,7 @@ def join_ranks(args: argparse.Namespace, options: TrainOptions) -> int:
         options = _prepare_together(options)
         if not is_other_rank():
             say_start(args, options)
+            bar.wait("finding the plan, reading the weights")
         outcome = train_rank(options, bar.show)
     except SpokenFor:
         raise
