@@ -23,7 +23,7 @@ from .record import Record, Recorder
 from .regions import TOO_FEW, FoundRegion
 from .runs import Runs
 from .search import Found, Search
-from .whole import explain_whole, spread
+from .whole import explain_whole
 
 RETRIES = 2  # to form other regions of what did not prove
 SEARCH_SECONDS = 40.0  # for the attribute edits of a whole model; a class that needs some finds them in one or two
@@ -81,8 +81,9 @@ class Planner:
         for region in self.discovery.skipped:
             for key in region.sites:
                 self.reasons.setdefault(key[0], "too small a region to be worth an all-reduce")
-        rest = explain_whole(self.placement, self.references, self.runs.reduction)
-        self.reasons = {**rest, **spread(self.reasons, self.runs.reduction)}
+        for name, why in explain_whole(self.placement, self.references).items():
+            if name not in self.blocked:
+                self.reasons.setdefault(name, why)
         return replace(self.build(kept, whole=True), proof="proved")
 
     def _choose_with_norms(self) -> None:

@@ -29,6 +29,7 @@ from .shadow import Shadow, copy_model
 from .sites import Operands
 from .threads import SoloGroup, ThreadGroup, ThreadRanks
 
+NOISE = 1e-14  # what is left of a gradient that is zero but for rounding
 TOLERANCE = 1e-7  # of the largest number of a tensor, in float64; a wrong column is off by about 1
 
 
@@ -233,7 +234,7 @@ def compare(value: Tensor, expected: Tensor, what: str, rank: int | None = None)
     difference = (value - expected).abs()
     same = (value == expected) | (value.isnan() & expected.isnan())
     error = float(difference.masked_fill(same, 0).max())
-    if not error <= TOLERANCE * scale:
+    if not error <= max(TOLERANCE * scale, NOISE):
         raise ProofError(f"{where} is off by {error / scale:.2g} of its scale")
 
 

@@ -96,12 +96,10 @@ class Reduction:
     def spread(self, reasons: Mapping[str, str]) -> dict[str, str]:
         """What is said of a member's Parameters, said of those of the dropped ones that it stands for too."""
         grown = dict(reasons)
-        for own, members in self.dropped.items():
-            for number, stands in members.items():
-                old, new = f"{own}.{stands}", f"{own}.{number}"
-                for name, reason in list(grown.items()):
-                    if name.startswith(old + "."):
-                        grown.setdefault(new + name[len(old) :], reason)
+        for new, old in self._stand_ins():
+            for name, reason in list(grown.items()):
+                if name.startswith(old + "."):
+                    grown.setdefault(new + name[len(old) :], reason)
         return grown
 
 

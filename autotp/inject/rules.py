@@ -215,9 +215,14 @@ def _prove_own_kernel(plan: Plan, runs: Runs, rewrite: Callable[..., None]) -> N
     again = runs.with_own_kernel()
     if again is None:
         return
+    references = again.references()
     try:
-        prove(again.shadow, keep_modules(plan, again.reduction) or plan, again.references(), rewrite)
+        prove(again.shadow, keep_modules(plan, again.reduction) or plan, references, rewrite)
     except ProofError as error:
+        try:
+            prove(again.shadow, replace(plan, modules=(), regions=()), references, rewrite)
+        except ProofError:  # the whole model does not compute the same twice: rows that are masked altogether, say
+            return
         name = getattr(runs.recording.model.config, "_attn_implementation", None)
         raise ProofError(
             f"the plan proves with plain attention, but not with the model's own, {name}: {error}. Load the model with "
@@ -262,7 +267,7 @@ def _prove_on_calls(model: nn.Module, plan: Plan, inputs: Any, hints: Hints) -> 
         if inputs is not None:
             raise
         return replace(plan, proof=f"not proved: {error}")
-    rewrite = partial(rewrite_modules, forwards=hints.forwards)
+    rewrite, runs = partial(rewrite_modules, forwards=hints.forwards), runs.with_cut_maps(kept)
     try:
         prove(runs.shadow, kept, runs.references(), rewrite)
     except ProofError as error:

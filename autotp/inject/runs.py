@@ -5,13 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..errors import AutoTPError, PlanError
+from .discover import MOST_FILLED
 from .examples import make_examples
 from .forwards import Forward, replace_forward
+from .plan import Plan
 from .prove import Reference, make_reference
 from .record import Record, Recorder
 from .reduce import Reduction, find_reduction, share_unrun
@@ -43,13 +46,26 @@ class Runs:
         """The recorded calls with cotangents pulled back, for the proof."""
         return [make_reference(self.shadow, c, r, i) for i, (c, r) in enumerate(zip(self.calls, self.records, strict=True))]
 
+    def with_cut_maps(self, plan: Plan) -> Runs:
+        """The same calls, maps of which `plan` cuts neither inputs nor outputs (one map a head, say) seen as plain Parameters."""
+        names = set()
+        for site in (site for record in self.records for site in record.sites.values() if site.parameter in plan.shards):
+            shard = plan.shards[site.parameter]
+            between = any(cut.dim not in (*site.in_dims, *site.out_dims) for cut in shard.cuts)
+            if between and site.kind != "embedding" and prod(shard.shape) <= MOST_FILLED:
+                names.add(site.parameter)
+        if not names:
+            return self
+        return replace(self.recording, inputs=self.calls, transparent=frozenset(names)).run(self.reduction)
+
     def with_own_kernel(self) -> Runs | None:
         """The first call with the attention that the config names; None if that is plain attention or does not run here."""
         configs = [getattr(module, "config", None) for module in self.recording.model.modules()]
         if all(getattr(config, "_attn_implementation", None) in (None, "eager") for config in configs):
             return None
         try:
-            return replace(self.recording, own_kernel=True, inputs=self.calls[:1]).run(self.reduction)
+            own = replace(self.recording, own_kernel=True, inputs=self.calls[:1], transparent=frozenset(self.shadow.transparent))
+            return own.run(self.reduction)
         except Exception:  # made for a GPU, say
             return None
 
@@ -88,12 +104,14 @@ class Recording:
 
     Attributes:
         own_kernel: attention runs in the implementation that the model's config names, not in plain arithmetic.
+        transparent: names of linear maps that are seen as plain Parameters.
     """
 
     model: nn.Module
     inputs: Any
     forwards: Mapping[str, Forward]
     own_kernel: bool = False
+    transparent: frozenset[str] = frozenset()
 
     def run_shared(self, reduction: Reduction, tell: Callable[[str], Any] | None) -> Runs:
         """The calls, like modules sharing a few where not all of them ran."""
@@ -117,6 +135,7 @@ class Recording:
 
     def _make_shadow(self, reduction: Reduction, buffers_need_grad: bool) -> Shadow:
         shadow = Shadow(self.model, 0, buffers_need_grad, reduction, self.own_kernel)
+        shadow.transparent |= self.transparent
         for name in filter(reduction.holds, self.forwards):
             replace_forward(shadow.model.get_submodule(name), name, self.forwards[name])
         return shadow

@@ -122,7 +122,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for key, value in vars(module).items():
             if isinstance(value, types.FunctionType):
                 module.__dict__[key] = _rebind(value, memo)
-            elif isinstance(value, dict):  # hooks
+            elif key.endswith("_hooks") and isinstance(value, dict):
                 value.update({k: _rebind(v, memo) for k, v in value.items() if isinstance(v, types.FunctionType)})
     return made
 
@@ -147,7 +147,10 @@ def _rebind(function: types.FunctionType, memo: dict[int, Any]) -> types.Functio
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:  # inside vmap, where no Parameter is passed
+        return 0
 
 
 def _stand_in(name: str, parameter: Tensor, generator: torch.Generator, kept: bool) -> Tensor:

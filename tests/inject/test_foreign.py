@@ -70,6 +70,16 @@ class Holes(nn.Module):
         return x
 
 
+class Frozen(dict):
+    """A configuration that can't be changed."""
+
+    def update(self, *_):
+        raise TypeError("frozen")
+
+    def __deepcopy__(self, memo):
+        return Frozen(self)
+
+
 class Closing(nn.Module):
     """Functions on modules that close over the model and its Parameters: an attribute, one with a default, a hook."""
 
@@ -78,6 +88,7 @@ class Closing(nn.Module):
         self.table, self.block = nn.Embedding(24, WIDTH), Block(Fixed())
         self.scale = nn.Parameter(torch.randn(96))
         self.block.register_forward_hook(lambda module, args, y: y * self.scale[0])
+        self.kept = Frozen(act=torch.tanh, size=WIDTH)
         self.logits = lambda x: x @ self.table.weight.t()
         self.late = lambda x, weight=self.scale: x * weight[1]
 
