@@ -66,7 +66,7 @@ class Encoder:
         starts, ends = np.array(found["offset_mapping"]).reshape(-1, 2).T
         labels = np.full_like(ids, IGNORED)
         for begin, end in self._answers(messages, text, where):
-            inside = (starts >= begin) & (ends <= end) & (ends > starts)
+            inside = (ends > begin) & (ends <= end) & (ends > starts)  # a token over the beginning is for the model to say
             labels[inside] = ids[inside]
         return np.stack([ids, labels])
 

@@ -76,7 +76,7 @@ class Stepper:
         optimizer: MasterOptimizer,
         places: Places,
         max_norm: float,
-        autocast: Callable[[], AbstractContextManager] = nullcontext,
+        autocast: Callable[..., AbstractContextManager] = nullcontext,
     ) -> None:
         self.model, self.optimizer, self.places, self.max_norm, self.autocast = model, optimizer, places, max_norm, autocast
         self.device = optimizer.params[0].device
@@ -122,7 +122,7 @@ class Stepper:
     def _stop(self, what: str, number: int, batch: int, where: str) -> NonFiniteLossError:
         lr = self.optimizer.adamw.param_groups[0]["lr"]
         return NonFiniteLossError(
-            f"{what} in {where} step {number}; the step was not taken. Lower the learning rate ({lr:g} now) or look at that batch.",
+            f"{what} in {where} step {number}; the step was not taken. Lower the learning rate ({lr:g}) or look there.",
             number, batch,
         )  # fmt: skip
 

@@ -159,10 +159,10 @@ def _pyarrow(path: str | Path) -> Any:
 def _parquet_batches(path: str, offset: int) -> Iterator[Any]:
     """Record batches from row `offset` on; row groups before it are not read."""
     pyarrow = _pyarrow(path)
-    import pyarrow.parquet
+    from pyarrow.parquet import ParquetFile
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with ParquetFile(path) as file:
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             first = 0
             while first < len(sizes) and offset >= sizes[first]:

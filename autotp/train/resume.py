@@ -23,8 +23,8 @@ from torch import nn
 
 from ..errors import AutoTPError, CheckpointError
 from .batches import TrainBatches
-from .options import TrainOptions, flag_of
 from .optimizer import MasterOptimizer
+from .options import TrainOptions, flag_of
 from .places import Places
 
 # What the position in the data and the shards mean nothing without.

@@ -27,8 +27,8 @@ def make_accelerator(options: TrainOptions, places: Places) -> Accelerator:
     accelerator = Accelerator(cpu=places.tp.device.type == "cpu")
     kind = accelerator.distributed_type
     if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise AutoTPError(f"accelerate is configured for {kind.value}, which would shard the shards: run `accelerate config` anew "
-                          f"for multi-GPU or multi-CPU, or use torchrun")  # fmt: skip
+        raise AutoTPError(f"accelerate is configured for {kind.value}, which would shard the shards: run `accelerate config` "
+                          f"anew for multi-GPU or multi-CPU, or use torchrun")  # fmt: skip
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise AutoTPError(f"accelerate is configured for mixed precision {accelerator.mixed_precision}: use --dtype float16 or "
                           f"bfloat16 instead, with float32 master weights")  # fmt: skip
