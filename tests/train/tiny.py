@@ -6,7 +6,30 @@ import random
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-WORDS = "the quick brown fox jumps over a lazy dog and one cat sleeps in warm sun while old birds sing of rain".split()
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "and",
+    "one",
+    "cat",
+    "sleeps",
+    "in",
+    "warm",
+    "sun",
+    "while",
+    "old",
+    "birds",
+    "sing",
+    "of",
+    "rain",
+]
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
