@@ -24,8 +24,8 @@ from tests.command import finish, run_cli, save_checkpoint, start, train_args
 EVENT = dict(step=7, steps=9, loss=2.0, lr=1e-5, tokens_per_s=10.0, mfu=None, memory_gib=1.0)
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.25 GiB is free. "
-    "Process 7 has 77.80 GiB in use. Of the allocated memory 70.00 GiB is allocated by PyTorch. If reserved but unallocated memory "
-    "is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True. See documentation (https://pytorch.org/docs)"
+    "Process 7 has 77.80 GiB in use. Of the allocated memory 70.00 GiB is allocated by PyTorch. If reserved but unallocated "
+    "memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True. See documentation (https://pytorch.org/docs)"
 )
 
 
