@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from autotp.train.records import check_files
 from autotp.train.sequences import SequenceStream, ShuffledSequences
 from tests.train.tiny import make_chats, make_texts, make_tokenizer, write_jsonl
 
-TEXTS = make_texts(12) + ["", "end"]
+TEXTS = [*make_texts(12), "", "end"]
 LENGTH = 16
 FORMATS = ("jsonl", "parquet", "arrow", "stream")
 
@@ -53,7 +54,7 @@ def documents(tokenizer, texts=TEXTS):
 
 
 def packed(docs, length=LENGTH):
-    joined = sum(docs, [])
+    joined = [token for doc in docs for token in doc]
     return [joined[i : i + length] for i in range(0, len(joined) - length + 1, length)]
 
 
@@ -257,10 +258,7 @@ def test_bad_files_are_named(tokenizer, tmp_path):
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    import builtins
-
-    real = builtins.__import__
-    monkeypatch.setattr(builtins, "__import__", lambda name, *a: (_ for _ in ()).throw(ImportError) if name == "pyarrow" else real(name, *a))  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"")
     with pytest.raises(AutoTPError, match="pip install pyarrow"):
         check_files((str(tmp_path / "a.parquet"),), "--data")
@@ -281,7 +279,7 @@ def test_templates_that_cannot_be_used_are_named(tokenizer, tmp_path):
     with pytest.raises(AutoTPError, match="no chat template"):
         read_all(own, path)
     own.chat_template = "{{ raise_exception('roles') }}"
-    with pytest.raises(AutoTPError, match="refuses it.*roles"):
+    with pytest.raises(AutoTPError, match=r"refuses it.*roles"):
         read_all(own, path)
     own.chat_template = "{{ messages | length }} {% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(AutoTPError, match="otherwise when others follow"):

@@ -6,30 +6,8 @@ import random
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "and",
-    "one",
-    "cat",
-    "sleeps",
-    "in",
-    "warm",
-    "sun",
-    "while",
-    "old",
-    "birds",
-    "sing",
-    "of",
-    "rain",
-]
+TEXT = "the quick brown fox jumps over a lazy dog and one cat sleeps in warm sun while old birds sing of rain"
+WORDS = TEXT.split()
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
