@@ -116,8 +116,8 @@ def test_ranks_started_here_train_like_one(checkpoint, tmp_path, capsys):
 
 def test_accelerate_launch(checkpoint, tmp_path):
     # On a machine without GPUs this is the way in which accelerate starts several processes without MPI.
-    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision",
-                "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
+    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    launcher += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     code, out, err = finish(start(launcher, *train_args(checkpoint, tmp_path)))
     assert code == 0, err
     assert out.count("saved to") == 1 and err.count("2 ranks, float32") == 1
