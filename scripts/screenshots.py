@@ -25,22 +25,8 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 COLUMNS = 80
 NAME = "SmolLM2-135M-Instruct"
 PLAN = ["plan", NAME, "--tp", "2"]
-TRAIN = [
-    "train",
-    NAME,
-    "--tp",
-    "2",
-    "--data",
-    "python.txt",
-    "--out",
-    "out",
-    "--steps",
-    "40",
-    "--seq-length",
-    "128",
-    "--warmup",
-    "5",
-]
+TRAIN = ["train", NAME, "--tp", "2", "--data", "python.txt", "--out", "out"]
+TRAIN += ["--steps", "40", "--seq-length", "128", "--dtype", "float32"]
 
 
 def main() -> int:
