@@ -13,79 +13,31 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     MambaConfig,
-    PreTrainedTokenizerFast,
     ViTConfig,
     ViTForImageClassification,
 )
 
-import autotp.cli as cli
-from autotp.cli import main, show_progress
+import autotp.cli.verify
+from autotp.cli import main
+from autotp.cli.screen import show_progress
 from autotp.errors import AutoTPError
+from autotp.inject.describe import _table, _wrap_cell
 from autotp.inject.plan import Plan
 from autotp.train.data import cut_blocks, iterate_batches, read_blocks
-from autotp.train.launch import launch_ranks
-from autotp.train.loop import TrainOptions, train_model
 from autotp.train.verify import VerifyReport
-from tests import work
-
-TEXT = "the quick brown fox jumps over the lazy dog and the cat sleeps in the warm sun. " * 40
-
-
-def make_tokenizer():
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False)
-    tokenizer.train_from_iterator([TEXT], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-
-
-def llama_config():
-    return LlamaConfig(
-        vocab_size=301, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    )
+from tests.command import llama_config, make_tokenizer, run_cli, save_checkpoint
 
 
 def vit_config():
     return ViTConfig(
-        **dict(hidden_size=8, num_attention_heads=4, intermediate_size=12, num_hidden_layers=1, image_size=8, patch_size=4)
+        **dict(hidden_size=8, num_attention_heads=2, intermediate_size=12, num_hidden_layers=1, image_size=8, patch_size=4)
     )
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A tiny llama with its tokenizer, and a text file."""
-    directory = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(0)
-    LlamaForCausalLM(llama_config()).save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
-    (directory / "text.txt").write_text(TEXT)
-    return directory
-
-
-def run_in_pool(group, work, args):
-    return work(*args)
-
-
-@pytest.fixture
-def launched(ranks, monkeypatch):
-    """The command's ranks are the session's, all of them: started they are for the tests that are about starting."""
-
-    def launch(work, size, *args):
-        return ranks.run(run_in_pool, work, args, size=size)[0]
-
-    monkeypatch.setattr(cli, "launch_ranks", launch)
-    return ranks.count
-
-
-def run_cli(*args, code=0, capsys=None):
-    assert main([str(arg) for arg in args]) == code
-    return capsys.readouterr() if capsys else None
+    return save_checkpoint(tmp_path_factory.mktemp("llama"))
 
 
 # -- plan -----------------------------------------------------------------------------------------------------------------
@@ -129,9 +81,9 @@ def test_plan_exits_nonzero_if_nothing_is_split(tmp_path, capsys):
     assert not Plan.from_json(run_cli("plan", tmp_path, "--tp", 16, "--json", code=1, capsys=capsys).out).shards
 
 
-def edit_plan(directory, path, drop, capsys, tp=2):
-    """The plan of a directory over `tp` ranks without the modules whose names end so, written to `path`."""
-    data = json.loads(run_cli("plan", directory, "--tp", tp, "--json", capsys=capsys).out)
+def edit_plan(directory, path, drop, capsys):
+    """The plan of a directory over two ranks without the modules whose names end so, written to `path`."""
+    data = json.loads(run_cli("plan", directory, "--tp", 2, "--json", capsys=capsys).out)
     data["modules"] = [module for module in data["modules"] if not module["name"].endswith(drop)]
     path.write_text(json.dumps(data))
     return path
@@ -169,6 +121,34 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.parametrize("width", [80, 60])
+def test_plan_fits_the_terminal(width, tmp_path, monkeypatch, capsys):
+    llama_config().save_pretrained(tmp_path)
+    whole = run_cli("plan", tmp_path, "--tp", 2, capsys=capsys).out
+    assert max(map(len, whole.splitlines())) > 80
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
+    found = run_cli("plan", tmp_path, "--tp", 2, capsys=capsys).out
+    assert max(map(len, found.splitlines())) <= width
+    assert "model.layers.* (2x)" in found.splitlines() and "  mlp.up_" in found and "\x1b" not in found
+
+
+def test_cells_go_on_in_the_next_line_without_loss():
+    rows = [["model.layers.*.self_attn.q_proj (4x)", "64x64", "a reason of several words"], ["lm_head", "8x8", "small"]]
+    lines = _table(["module", "full", "why"], rows, 38)
+    assert lines == [
+        "module              full   why",
+        "--------------------------------------",
+        "model.layers.* (4x)",
+        "  self_attn.q_proj  64x64  a reason",
+        "                           of several",
+        "                           words",
+        "lm_head             8x8    small",
+    ]
+    assert _wrap_cell("abcdefgh", 3) == ["abc", "def", "gh"]
+
+
 def test_progress_is_for_terminals_and_for_what_takes_long(monkeypatch):
     for stream, after_s, shown in [(Terminal(), 0.01, True), (Terminal(), 60, False), (io.StringIO(), 0.01, False)]:
         monkeypatch.setattr(sys, "stderr", stream)
@@ -193,8 +173,8 @@ def test_wrong_arguments(args, capsys):
 # -- verify ---------------------------------------------------------------------------------------------------------------
 
 
-def test_verify_passes_on_text(checkpoint, launched, capsys):
-    out = run_cli("verify", checkpoint, "--tp", launched, capsys=capsys).out
+def test_verify_passes_on_text(checkpoint, capsys):
+    out = run_cli("verify", checkpoint, "--tp", 2, capsys=capsys).out
     assert "proof: proved" in out and "inputs: text as input_ids; float32" in out and out.endswith("verify passed\n")
     assert "99.6% of the parameters split" in out and "grad_norm" in out and "gradient of model." in out
 
@@ -212,11 +192,10 @@ def test_verify_prints_one_json_object(tmp_path):
     assert said["errors"]["transformer.h.0.attn.c_attn.weight"] < said["tolerances"]["gradient"]
 
 
-def test_verify_of_pictures_and_an_edited_plan(tmp_path, launched, capsys):
+def test_verify_of_pictures_and_an_edited_plan(tmp_path, capsys):
     ViTForImageClassification(vit_config()).save_pretrained(tmp_path)
-    drop = ("mlp.fc1", "mlp.fc2", "intermediate.dense", "output.dense")
-    path = edit_plan(tmp_path, tmp_path / "plan.json", drop, capsys, launched)
-    said = json.loads(run_cli("verify", tmp_path, "--tp", launched, "--plan", path, "--json", capsys=capsys).out)
+    path = edit_plan(tmp_path, tmp_path / "plan.json", ("mlp.fc1", "mlp.fc2", "intermediate.dense", "output.dense"), capsys)
+    said = json.loads(run_cli("verify", tmp_path, "--tp", 2, "--plan", path, "--json", capsys=capsys).out)
     assert said["passed"] and said["inputs"] == "random pixel_values" and said["split_share"] > 0
 
 
@@ -224,7 +203,7 @@ def test_verify_of_pictures_and_an_edited_plan(tmp_path, launched, capsys):
 def test_verify_exits_1_where_they_differ(error, said, checkpoint, monkeypatch, capsys):
     errors = {"loss": 0.0, "logits": 0.0, "grad_norm": 0.0, "model.norm.weight": error}
     report = VerifyReport(1.0, 1.0, errors, {"loss": 1e-5, "logits": 1e-4, "gradient": 1e-3})
-    monkeypatch.setattr(cli, "launch_ranks", lambda *args: (report, "text"))
+    monkeypatch.setattr(autotp.cli.verify, "run_ranks", lambda *args: (report, "text"))
     out = run_cli("verify", checkpoint, "--tp", 2, code=1, capsys=capsys).out
     assert "verify FAILED: 1 of 4" in out and "gradient of model.norm.weight" in out
     data = json.loads(run_cli("verify", checkpoint, "--tp", 2, "--json", code=1, capsys=capsys).out)
@@ -241,49 +220,7 @@ def test_verify_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys):
     assert "without torchrun" in run_cli("verify", checkpoint, "--tp", 2, code=2, capsys=capsys).err
 
 
-# -- train ----------------------------------------------------------------------------------------------------------------
-
-
-def test_train_checks_before_it_starts_ranks(checkpoint, tmp_path, capsys):
-    text = checkpoint / "text.txt"
-    err = run_cli("train", checkpoint, "--data", tmp_path / "no", "--tp", 2, "--out", tmp_path, code=2, capsys=capsys).err
-    assert "no such file" in err
-    err = run_cli("train", checkpoint, "--data", text, "--tp", 2, "--out", text, code=2, capsys=capsys).err
-    assert "not a directory" in err
-    args = ("train", checkpoint, "--data", text, "--tp", 2, "--out", tmp_path, "--lr", -1)
-    assert "lr must not be negative" in run_cli(*args, code=2, capsys=capsys).err
-
-
-def test_train_saves_what_plain_training_gives(checkpoint, tmp_path):
-    """`autotp train` at TP=2, in processes of its own, against the same loop on the unsharded model."""
-    options = ["--steps", "3", "--batch-size", "2", "--seq-length", "16", "--grad-accum", "2", "--lr", "1e-3", "--clip", "0.5"]
-    command = [sys.executable, "-m", "autotp.cli", "train", str(checkpoint), "--data", str(checkpoint / "text.txt"), "--tp", "2"]
-    done = subprocess.run([*command, "--out", str(tmp_path / "out"), *options], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "saved to" in done.stdout
-
-    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    blocks = read_blocks(checkpoint / "text.txt", make_tokenizer(), 16)
-    losses = train_model(model, iterate_batches(blocks, 2, 0), TrainOptions(steps=3, lr=1e-3, grad_accum=2, max_norm=0.5))
-    assert f"loss {losses[0]:.3f}" in done.stdout or abs(float(done.stdout.split("loss ")[1].split()[0]) - losses[0]) < 1e-3
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(saved[name], value, atol=1e-4, rtol=1e-4, msg=name)
-    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-
-
-def test_train_says_in_one_line_what_a_rank_refuses(checkpoint, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "launch_ranks", lambda work, size, *args: monkeypatch.setenv("RANK", "0") or work(*args))
-    args = ("train", checkpoint, "--data", checkpoint / "text.txt", "--tp", 2, "--out", tmp_path, "--seq-length", 9999)
-    err = run_cli(*args, code=2, capsys=capsys).err
-    assert err.count("\n") == 1 and "fewer than one block of 9999" in err
-
-
-def test_train_under_torchrun_wants_as_many_ranks(checkpoint, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    args = ("train", checkpoint, "--data", checkpoint / "text.txt", "--tp", 2, "--out", tmp_path)
-    assert "torchrun started 3 ranks, but --tp is 2" in run_cli(*args, code=2, capsys=capsys).err
+# -- the script, and parts of the loop that it shows ----------------------------------------------------------------------
 
 
 def test_script_trains_under_torchrun(checkpoint, tmp_path):
@@ -294,9 +231,6 @@ def test_script_trains_under_torchrun(checkpoint, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("loss") == 4 and "one whole weight: [32, 32]" in done.stdout
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_attention_heads == 4
-
-
-# -- parts ----------------------------------------------------------------------------------------------------------------
 
 
 def test_batches_cover_every_block_once_a_pass_and_repeat_from_the_seed():
@@ -313,10 +247,3 @@ def test_blocks_need_text(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(AutoTPError, match="can't read the training text"):
         read_blocks(tmp_path / "bytes", make_tokenizer(), 4)
-
-
-def test_launch_returns_rank_0_and_names_who_failed():
-    assert launch_ranks(work.give_rank, 2, "x") == (0, 2, "x")
-    with pytest.raises(AutoTPError, match=r"rank 1 failed: .*the weights differ") as info:
-        launch_ranks(work.fail_on_last, 2, "x")
-    assert "\n" not in str(info.value)

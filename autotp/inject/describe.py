@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,15 +13,15 @@ if TYPE_CHECKING:
     from .plan import ModulePlan, Plan
 
 
-def describe_plan(plan: Plan, rank: int) -> str:
-    """Styles and `rank`'s shapes by name pattern, bytes, collectives, what is whole and why."""
+def describe_plan(plan: Plan, rank: int, width: int | None = None) -> str:
+    """Styles and `rank`'s shapes by name pattern, bytes, collectives, what is whole and why; in lines of `width` or less."""
     gib, full = 1 / 2**30, plan.full_bytes
     lines = [
         f"{plan.model} over {plan.tp_size} ranks: {plan.split_share:.1%} of {full * gib:.2f} GiB of parameters split, "
         f"{plan.bytes_of_rank(rank) * gib:.2f} GiB on rank {rank}",
         "",
     ]
-    lines += _table(["module", "style", "full", f"rank {rank}", "from"], _rows(plan, rank))
+    lines += _table(["module", "style", "full", f"rank {rank}", "from"], _rows(plan, rank), width)
     if plan.head or plan.loss:
         lines += ["", f"loss and logits: {plan.loss}"]
     forward, backward = plan.collectives
@@ -30,8 +32,8 @@ def describe_plan(plan: Plan, rank: int) -> str:
         for entry in plan.whole:
             grouped[fold_name(entry.name), entry.reason] += entry.numel
         ordered = sorted(grouped.items(), key=lambda item: -item[1])
-        lines += _table(["parameters", "elements", "why"], [[name, f"{n:,}", why] for (name, why), n in ordered])
-    return "\n".join(lines)
+        lines += _table(["parameters", "elements", "why"], [[name, f"{n:,}", why] for (name, why), n in ordered], width)
+    return "\n".join(part for line in lines for part in _wrap_line(line, width))
 
 
 def describe_extras(module: ModulePlan, rank: int) -> str:
@@ -72,7 +74,59 @@ def _rows(plan: Plan, rank: int) -> list[list[str]]:
     return [[f"{key[0]} ({n}x)" if n > 1 else key[0], *key[1:]] for key, n in rows.items()]
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
-    return [lines[0], "-" * min(len(lines[0]) + 8, 120), *lines[1:]]
+def _table(head: list[str], rows: list[list[str]], width: int | None = None) -> list[str]:
+    """Rows in columns. Wider than `width`: layers are headings, and cells go on in the next line."""
+    widths = _measure([head, *rows])
+    if width is not None and sum(widths) + 2 * (len(head) - 1) > width:
+        rows = _under_headings(rows)
+        widths = _fit(_measure([head, *rows]), width - 2 * (len(head) - 1))
+    lines = _lay_out(head, widths)
+    lines.append("-" * min(max(map(len, lines)) + 8, width or 120))
+    return lines + [line for row in rows for line in ([row[0]] if len(row) == 1 else _lay_out(row, widths))]
+
+
+def _measure(rows: list[list[str]]) -> list[int]:
+    return [max(len(row[i]) for row in rows if len(row) > 1) for i in range(len(rows[0]))]
+
+
+def _under_headings(rows: list[list[str]]) -> list[list[str]]:
+    """Names inside numbered layers without their common start, which is said once above them, in a row of one cell."""
+    found, above = [], ("", "")
+    for name, *cells in rows:
+        prefix, rest, count = re.fullmatch(r"((?:.*\*\.)?)(.*?)((?: \(\d+x\))?)", name).groups()  # type: ignore[union-attr]
+        if prefix and (prefix, count) != above:
+            found.append([prefix[:-1] + count])
+        found.append([f"  {rest}" if prefix else name, *cells])
+        above = (prefix, count)
+    return found
+
+
+def _lay_out(row: list[str], widths: list[int]) -> list[str]:
+    cells = [_wrap_cell(cell, size) for cell, size in zip(row, widths, strict=True)]
+    parts = zip_longest(*cells, fillvalue="")
+    return ["  ".join(part.ljust(size) for part, size in zip(line, widths, strict=True)).rstrip() for line in parts]
+
+
+def _fit(widths: list[int], room: int, least: int = 11) -> list[int]:
+    """Column widths that sum to `room`: what is too much is taken from the last, which is prose, then from the widest."""
+    widths = list(widths)
+    while sum(widths) > room and max(widths) > least:
+        widths[-1 if widths[-1] > least else widths.index(max(widths))] -= 1
+    return widths
+
+
+def _wrap_cell(cell: str, width: int) -> list[str]:
+    """`cell` in pieces of at most `width`, broken after a space, dot, comma, underscore or `x`, or wherever it must be."""
+    indent = len(cell) - len(cell.lstrip())
+    pieces = []
+    while len(cell) > width:
+        ends = [match.end() for match in re.finditer(r"(?<=\S)(?:[ .,_]|x(?=\d))", cell[: width + 1])]
+        end = max((end for end in ends if len(cell[:end].rstrip()) <= width), default=width)
+        pieces.append(cell[:end].rstrip())
+        cell = " " * indent + cell[end:].strip()
+    return [*pieces, cell]
+
+
+def _wrap_line(line: str, width: int | None) -> list[str]:
+    """A line of prose; what is a table fits already."""
+    return textwrap.wrap(line, width, subsequent_indent="  ") if width is not None and len(line) > width else [line]

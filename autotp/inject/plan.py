@@ -274,9 +274,13 @@ class Plan:
     def __str__(self) -> str:
         return self.describe()
 
-    def describe(self, rank: int = 0) -> str:
-        """The table a user reads: styles and `rank`'s shapes by name pattern, bytes, collectives, what is whole and why."""
-        return describe_plan(self, rank)
+    def describe(self, rank: int = 0, width: int | None = None) -> str:
+        """What a user reads: styles and `rank`'s shapes by name pattern, bytes, collectives, what is whole and why.
+
+        Args:
+            rank: whose shapes; width: of the longest line, in characters; None lets lines be as long as they are.
+        """
+        return describe_plan(self, rank, width)
 
     @property
     def collectives(self) -> tuple[int, int]:
