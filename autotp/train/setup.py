@@ -98,8 +98,16 @@ def load_model(options: TrainOptions, places: Places) -> nn.Module:
     if options.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise AutoTPError(f"{type(model).__name__} has no gradient checkpointing: leave --gradient-checkpointing out")
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        _checkpoint_gradients(model)
     return model.train()
+
+
+def _checkpoint_gradients(model: Any) -> None:
+    """By the name that this transformers has for it."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _check_config(model: str, gguf: Path | None) -> None:

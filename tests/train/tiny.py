@@ -42,11 +42,15 @@ def make_tokenizer():
     return made
 
 
+def make_config(**given):
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    return LlamaConfig(vocab_size=320, **{**sizes, **given})
+
+
 def save_model(directory, **config):
     """A checkpoint directory with the model, float32, and the tokenizer."""
     torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    LlamaForCausalLM(LlamaConfig(vocab_size=320, **{**sizes, **config})).save_pretrained(directory)
+    LlamaForCausalLM(make_config(**config)).save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return str(directory)
 
