@@ -141,8 +141,8 @@ def test_cells_go_on_in_the_next_line_without_loss():
         "module              full   why",
         "--------------------------------------",
         "model.layers.* (4x)",
-        "  self_attn.q_proj  64x64  a reason",
-        "                           of several",
+        "  self_attn.q_proj  64x64  a reason of",
+        "                           several",
         "                           words",
         "lm_head             8x8    small",
     ]
