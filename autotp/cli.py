@@ -82,6 +82,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser, model_help: str, json_he
     parser.add_argument(
         "--plan", metavar="FILE.json", help="a plan that `autotp plan --json` printed, edited or not; proved again"
     )
+    parser.add_argument(
+        "--few-units", choices=("whole", "refuse"), default="whole",
+        help="what has fewer units (neurons, heads) than there are ranks stays whole, or is an error (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help=json_help)
 
 
@@ -120,7 +124,7 @@ def _make_plan(args: argparse.Namespace) -> Plan:
             raise AutoTPError(f"--plan {args.plan}: {error}") from error
     config = _load_config(args.model)
     with show_progress(f"planning {args.model} over {args.tp} ranks"):
-        return make_plan(config, args.tp, plan=given)
+        return make_plan(config, args.tp, plan=given, few_units=args.few_units)
 
 
 @contextmanager

@@ -30,12 +30,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
-from measures import compare, gradients, passes_ungathered, run_call
-from shrink import KINDS, registered, tiny_model
+from measures import compare, passes_ungathered, prepare
+from shrink import KINDS, registered
 from torch import nn
 
 import autotp
-from autotp.inject.examples import make_examples
 
 # -- one type ------------------------------------------------------------------------------------------------------------
 
@@ -54,24 +53,6 @@ def split_model(model: nn.Module, args: argparse.Namespace) -> nn.Module:
         loaded = type(model).from_pretrained(box[0], tp_plan="auto", dtype=torch.float32)
         dist.barrier()
         return loaded.eval()
-
-
-def prepare(kind: str, model_type: str) -> tuple[nn.Module, list[dict[str, Any]], dict[str, Any]]:
-    """The tiny model, its example calls, and what building and running it alone showed."""
-    model = tiny_model(model_type, kind)
-    row: dict[str, Any] = {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
-    with torch.no_grad():
-        calls = make_examples(model, run=lambda call: run_call(model, call))
-    try:
-        grads = gradients(model, calls)[1]
-    except AssertionError:  # a few have no backward in evaluation
-        model.train()
-        grads = gradients(model, calls)[1]
-    trained = [n for n, p in model.named_parameters() if p.requires_grad and p.numel()]
-    row["calls"] = [sorted(call) for call in calls]
-    row["unrun"] = [n for n in trained if n not in grads]
-    row["verdict"] = "built"
-    return model, calls, row
 
 
 def measure(kind: str, model_type: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -6,9 +6,11 @@ import copy
 from typing import Any
 
 import torch
+from shrink import tiny_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autotp.inject.examples import make_examples
 from autotp.inject.intercept import keep_state
 from autotp.layers.base import sharded_modules
 
@@ -84,6 +86,24 @@ def train(model: nn.Module, calls: list[dict[str, Any]], eps: float, steps: int 
         optimizer.step()
         optimizer.zero_grad()
     return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def prepare(kind: str, model_type: str) -> tuple[nn.Module, list[dict[str, Any]], dict[str, Any]]:
+    """The tiny model, its example calls, and what building and running it alone showed."""
+    model = tiny_model(model_type, kind)
+    row: dict[str, Any] = {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
+    with torch.no_grad():
+        calls = make_examples(model, run=lambda call: run_call(model, call))
+    try:
+        grads = gradients(model, calls)[1]
+    except AssertionError:  # a few have no backward in evaluation
+        model.train()
+        grads = gradients(model, calls)[1]
+    trained = [n for n, p in model.named_parameters() if p.requires_grad and p.numel()]
+    row["calls"] = [sorted(call) for call in calls]
+    row["unrun"] = [n for n in trained if n not in grads]
+    row["verdict"] = "built"
+    return model, calls, row
 
 
 # -- measures ------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,14 @@
 import os
+import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["AUTOTP_CACHE"] = "off"  # every test discovers its own plans, in the ranks too, and none writes to the user's home
+
+# For the small models and measures of the coverage table; last, so that no name there hides a package.
+sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 
 import pytest
 import torch
@@ -17,5 +22,13 @@ torch.set_num_threads(1)
 def ranks():
     """Pool of gloo ranks: `ranks.run(fn, *args, size=2)`."""
     pool = RankPool()
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="module")
+def eight_ranks():
+    """The same with 8 ranks, for what no fewer show."""
+    pool = RankPool(8)
     yield pool
     pool.stop()

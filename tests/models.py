@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import torch
+from safetensors import safe_open
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from autotp.layers.base import sharded_modules
 
 # Families whose configs carry a dense tensor-parallel plan.
 DENSE = [
@@ -80,3 +84,21 @@ def batch(model: PreTrainedModel, seed: int = 0, rows: int = 2, length: int = 12
     labels = ids.clone()
     labels[:, :2] = -100
     return {"input_ids": ids, "labels": labels}
+
+
+def compare_slices(model: nn.Module, path: str, tolerance: float = 1e-4) -> None:
+    """This rank's slice of every gradient against the whole gradients in the safetensors file `path`.
+
+    An error may be `tolerance` of the parameter's largest entry, and 1e-7 of the largest of all.
+    """
+    shards = {f"{n}.{p}": (m.tp.tp_rank, s) for n, m in sharded_modules(model) for p, s in m.shards.items()}
+    with safe_open(path, framework="pt") as file:
+        mine = {name: p.grad for name, p in model.named_parameters()}
+        assert set(mine) == set(file.keys())
+        whole = {name: file.get_tensor(name) for name in mine}
+    largest = max(grad.abs().max().item() for grad in whole.values())
+    for name, grad in whole.items():
+        rank, shard = shards.get(name, (0, None))
+        slice_ = grad if shard is None else shard.split(grad, rank)
+        error = (mine[name] - slice_).abs().max().item()
+        assert error <= tolerance * grad.abs().max().item() + 1e-7 * largest, (name, error, grad.abs().max().item())

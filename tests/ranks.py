@@ -14,15 +14,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 POOL = 4
+# What every rank would import, imported once in the process that ranks are forked from.
+PRELOAD = ["autotp", "transformers.models.llama.modeling_llama"]
 _grid: list[Any] = []  # in a rank: the 2x2 mesh made at its start
 
 
-def _serve(rank: int, store_file: str, inbox: Any, outbox: Any) -> None:
+def _serve(rank: int, count: int, store_file: str, inbox: Any, outbox: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store_file}", rank=rank, world_size=POOL)
-    groups = {size: dist.new_group(list(range(size))) for size in range(1, POOL + 1)}
+    dist.init_process_group("gloo", init_method=f"file://{store_file}", rank=rank, world_size=count)
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, count + 1)}
     # Made now, while all ranks have made the same groups: torch names a new group by a count that each rank keeps for itself.
     _grid.append(dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
     while True:
@@ -48,20 +50,22 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """`POOL` processes that run module-level functions of the tests on process groups of 1 to `POOL` ranks."""
+    """`count` processes that run module-level functions of the tests on process groups of 1 to `count` ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = POOL) -> None:
+        self.count = count
         self._start()
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         self._dir = tempfile.TemporaryDirectory()
-        self._inboxes = [context.Queue() for _ in range(POOL)]
+        self._inboxes = [context.Queue() for _ in range(self.count)]
         self._outbox = context.Queue()
         store = os.path.join(self._dir.name, "store")
         self._processes = [
-            context.Process(target=_serve, args=(rank, store, self._inboxes[rank], self._outbox), daemon=True)
-            for rank in range(POOL)
+            context.Process(target=_serve, args=(rank, self.count, store, self._inboxes[rank], self._outbox), daemon=True)
+            for rank in range(self.count)
         ]
         for process in self._processes:
             process.start()

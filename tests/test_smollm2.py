@@ -4,11 +4,13 @@ import importlib.metadata
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import autotp
 from autotp.train.loop import TrainOptions, train_model
 from scripts.demo import CACHE, convert_weights, make_batches
+from tests.models import compare_slices
 
 PROMPT = torch.tensor([[504, 3575, 282, 4649, 314, 260, 1789, 282, 28]])
 
@@ -31,11 +33,13 @@ def greedy(model, steps):
     return out.sequences[0, PROMPT.shape[1] :], torch.stack([logits[0] for logits in out.logits])
 
 
-def check_real_model(group, weights, expected_tokens, expected_logits, steps):
+def check_real_model(group, weights, expected_tokens, expected_logits, gradients, steps):
     model = autotp.from_pretrained(weights, group, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(PROMPT).logits
-    assert (logits - expected_logits["prompt"]).abs().max() < 1e-4
+    out = model(PROMPT, labels=PROMPT)
+    assert (out.logits - expected_logits["prompt"]).abs().max() < 1e-4
+    out.loss.backward()
+    compare_slices(model, gradients)
+    model.zero_grad()
     tokens, seen = greedy(model, len(expected_tokens))
     for position, (token, expected) in enumerate(zip(tokens, expected_tokens, strict=True)):
         if token != expected:  # forgiven where the two best are closer than the logits' tolerance
@@ -49,15 +53,21 @@ def check_real_model(group, weights, expected_tokens, expected_logits, steps):
     return heads[0], losses
 
 
-def test_equals_the_unsharded_model(ranks, weights):
+def test_equals_the_unsharded_model(ranks, weights, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
-    with torch.no_grad():
-        logits = {"prompt": model(PROMPT).logits}
+    out = model(PROMPT, labels=PROMPT)
+    out.loss.backward()
+    gradients = str(tmp_path / "gradients.safetensors")
+    save_file({name: p.grad for name, p in model.named_parameters()}, gradients)
+    model.zero_grad()
+    logits = {"prompt": out.logits.detach()}
     tokens, logits["greedy"] = greedy(model, 64)
     expected = train_model(model, make_batches(weights), TrainOptions(steps=20, lr=1e-5))
     del model
-    results = ranks.run(check_real_model, weights, tokens, logits, 20, size=3, timeout_s=600)
+    results = ranks.run(check_real_model, weights, tokens, logits, gradients, 20, size=3, timeout_s=600)
     assert [heads for heads, _ in results] == [1, 1, 1]
     assert all(abs(a - b) < 1e-3 for a, b in zip(results[0][1], expected, strict=True))
-    uneven = ranks.run(check_real_model, weights, tokens, logits, 0, size=2, timeout_s=600)
+    uneven = ranks.run(check_real_model, weights, tokens, logits, gradients, 0, size=2, timeout_s=600)
     assert [heads for heads, _ in uneven] == [2, 1]
+    copied = ranks.run(check_real_model, weights, tokens[:16], logits, gradients, 0, size=4, timeout_s=600)
+    assert [heads for heads, _ in copied] == [1, 1, 1, 1]  # 3 kv heads over 4 ranks: one is held twice

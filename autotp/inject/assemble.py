@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import accelerate
 import torch
@@ -13,12 +11,15 @@ import transformers
 from torch import nn
 
 from ..errors import PlanError
+from ..layers.base import held_parameters
 from ..layers.entry import SHARDED_LOSS, check_logits_path
 from ..version import __version__
 from . import plan as styles
 from .edges import plan_edges
+from .hints import Hints
 from .pairs import pair_regions
 from .plan import ModulePlan, Plan, WholePlan
+from .regions import TOO_FEW
 from .specs import Spec
 
 
@@ -57,7 +58,7 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
         PlanError: naming both, and what is planned for each.
     """
     shards, first = plan.shards, {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in held_parameters(model):
         other = first.setdefault(id(parameter), name)
         if shards.get(name) != shards.get(other):
             split, whole = (other, name) if other in shards else (name, other)
@@ -68,7 +69,22 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def assemble_specs(model: nn.Module, tp_size: int, specs: dict[str, Spec], head: str, source: str) -> Plan:
+def check_units(plan: Plan) -> None:
+    """Refuse a plan that leaves something whole, or gathers it, because it has fewer units than there are ranks.
+
+    Raises:
+        PlanError: with the names and the numbers of all of it.
+    """
+    said = [entry.reason for entry in plan.whole] + [module.why for module in plan.modules]
+    found = dict.fromkeys(why[why.index(TOO_FEW) :] for why in said if TOO_FEW in why)
+    if found:
+        raise PlanError(
+            f"few_units='refuse', but {'; '.join(found)}. Use fewer ranks than {plan.tp_size}, or few_units='whole' to have this "
+            f"computed on every rank."
+        )
+
+
+def assemble_specs(model: nn.Module, tp_size: int, specs: dict[str, Spec], head: str, source: str, hints: Hints) -> Plan:
     modules = dict(model.named_modules())
     reasons: dict[str, str] = {}
     edges, head_name = plan_edges(model, tp_size, specs, head, source, reasons)
@@ -82,23 +98,11 @@ def assemble_specs(model: nn.Module, tp_size: int, specs: dict[str, Spec], head:
         elif name not in modules and modules[name.rpartition(".")[0]].get_parameter(name.rpartition(".")[2]).ndim > 2:
             reasons[name] = "stacked experts are not split yet"
     found, regions = pair_regions(model, tp_size, inner, reasons, source)
-    for name, spec in specs.items():
-        if spec.get("attrs"):
-            _check_attrs(modules[name], name, spec["attrs"], tp_size)
-            base = found.get(name, ModulePlan(name, "replicate", source=source))
-            found[name] = replace(base, attrs={key: tuple(values) for key, values in spec["attrs"].items()})
     found.update(edges)
+    hints.add_to(found)
     order = {name: i for i, name in enumerate(modules)}
     planned = tuple(sorted(found.values(), key=lambda module: order[module.name]))
     return finish_plan(model, tp_size, planned, regions, reasons, head_name)
-
-
-def _check_attrs(module: nn.Module, name: str, attrs: Mapping[str, Any], tp_size: int) -> None:
-    for key, values in attrs.items():
-        if not hasattr(module, key):
-            raise PlanError(f"plan[{name!r}] edits attribute {key!r}, which {type(module).__name__} does not have")
-        if not isinstance(values, (list, tuple)) or len(values) != tp_size:
-            raise PlanError(f"plan[{name!r}]: attrs[{key!r}] must list one value for each of {tp_size} ranks, got {values!r}")
 
 
 def finish_plan(model: nn.Module, tp_size: int, planned: tuple[ModulePlan, ...], regions, reasons, head_name) -> Plan:

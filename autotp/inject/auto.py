@@ -3,132 +3,50 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..comm import TPGroup
-from ..errors import AutoTPError, PlanError, ProofError
+from ..errors import PlanError, ProofError
 from .callsites import ShapeFix
 from .discover import Discovery, class_of, find_grouped_maps, find_shared_maps, move_name
-from .examples import make_examples
 from .gathered import plan_gathered
+from .hints import Hints
 from .norms import find_norms
 from .placement import Placement
 from .plan import ModulePlan, NormPlan, Plan, Region
-from .prove import Reference, make_reference, prove
+from .prove import prove
 from .record import Record, Recorder
-from .reduce import Reduction, find_reduction
-from .regions import FoundRegion
+from .regions import TOO_FEW, FoundRegion
+from .runs import Runs
 from .search import Found, Search
-from .shadow import Shadow
-from .whole import explain_whole, spread
+from .whole import explain_whole
 
-SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: no plan may hold for one shape alone
-WIDE_SHAPES = ((2, 5), (3, 4))  # the same for models of more than WIDE parameters, whose activations take the memory
-WIDE = 10**9
+RETRIES = 2  # to form other regions of what did not prove
 SEARCH_SECONDS = 40.0  # for the attribute edits of a whole model; a class that needs some finds them in one or two
-SMALLER = 2  # times that smaller regions are looked for in place of those that did not prove
 
 Assemble = Callable[[dict[str, ModulePlan], tuple[Region, ...], dict[str, str]], Plan]
 Rewrite = Callable[[nn.Module, Plan, TPGroup], None]
-
-
-@dataclass
-class Runs:
-    """A model's example calls, recorded on its shadow."""
-
-    shadow: Shadow
-    reduction: Reduction
-    calls: list[dict[str, Any]]
-    records: list[Record]
-
-    def references(self) -> list[Reference]:
-        """The recorded calls with cotangents pulled back, for the proof."""
-        return [make_reference(self.shadow, c, r, i) for i, (c, r) in enumerate(zip(self.calls, self.records, strict=True))]
-
-
-def record_runs(model: nn.Module, inputs: Any = None, reduce: bool = True) -> Runs:
-    """Record the example calls `inputs` (a call's keyword arguments, or a list of them), or calls made from the signature.
-
-    Raises:
-        PlanError: no call runs.
-    """
-    reduction = find_reduction(model) if reduce else Reduction({})
-    for chosen in [reduction, replace(reduction, emptied=False), Reduction({})] if reduction else [reduction]:
-        try:
-            return _record_with_buffers(model, chosen, inputs)
-        except Exception:
-            if not chosen:  # neither with layers that do nothing nor without them: then all are recorded
-                raise
-    raise AssertionError
-
-
-def _record_with_buffers(model: nn.Module, reduction: Reduction, inputs: Any) -> Runs:
-    try:
-        return _record_runs(Shadow(model, reduction=reduction), reduction, model, inputs)
-    except AutoTPError:
-        raise
-    except RuntimeError as error:  # a buffer that is written in place can't take a gradient
-        if "requires grad" not in str(error):
-            raise
-    return _record_runs(Shadow(model, buffers_need_grad=False, reduction=reduction), reduction, model, inputs)
-
-
-def _record_runs(shadow: Shadow, reduction: Reduction, model: nn.Module, inputs: Any) -> Runs:
-    calls: list[dict[str, Any]] = []
-    records: list[Record] = []
-
-    def run(call: dict[str, Any]) -> None:
-        call = {key: widen(value) for key, value in call.items()}
-        recorder = Recorder(shadow, len(records))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            recorder.run(call)
-        if not recorder.record.sites:
-            raise PlanError("no linear map of a Parameter was seen")
-        calls.append(call)
-        records.append(recorder.record)
-
-    if inputs is not None:
-        for call in [inputs] if isinstance(inputs, dict) else inputs:
-            run(dict(call))
-    else:
-        wide = sum(parameter.numel() for parameter in model.parameters()) > WIDE
-        for seed, (batch, length) in enumerate(WIDE_SHAPES if wide else SHAPES):
-            first = len(calls)
-            make_examples(model, batch, length, seed, run)
-            drop_repeats(calls, records, first)
-    return Runs(shadow, reduction, calls, records)
-
-
-def drop_repeats(calls: list[dict[str, Any]], records: list[Record], first: int) -> None:
-    """Drop calls from number `first` on that run no site which the others do not run."""
-    for number in range(len(calls) - 1, first, -1):
-        others = {key for i, record in enumerate(records) if first <= i != number for key in record.sites}
-        if set(records[number].sites) <= others:
-            del calls[number], records[number]
-
-
-def widen(value: Any) -> Any:
-    """Floating tensors in a nest of dicts, lists and tuples as float64, which is what shadows compute in."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu().double() if value.is_floating_point() else value.cpu()
-    if type(value) in (list, tuple):
-        return type(value)(widen(v) for v in value)
-    return {k: widen(v) for k, v in value.items()} if type(value) is dict else value
 
 
 class Planner:
     """Puts regions together into a plan and proves it; a region that does not run gets edits and fixes, or is left out."""
 
     def __init__(
-        self, runs: Runs, tp_size: int, blocked: set[str], sizes: Mapping[str, int], assemble: Assemble, rewrite: Rewrite
+        self,
+        runs: Runs,
+        tp_size: int,
+        blocked: set[str],
+        sizes: Mapping[str, int],
+        assemble: Assemble,
+        rewrite: Rewrite,
+        hints: Hints | None = None,
     ) -> None:
         """`blocked`: Parameters that follow rules of their own; `sizes`: parameters of the whole model by folded name."""
+        self.hints = hints or Hints()
         self.discovery = Discovery(runs.shadow, runs.records, tp_size, blocked)
         self.placement = Placement(self.discovery.tables, tp_size)
         self.tp_size, self.blocked, self.sizes = tp_size, blocked, sizes
@@ -153,15 +71,19 @@ class Planner:
             self.discovery = Discovery(self.runs.shadow, [*base, *more], self.tp_size, self.blocked, len(base))
             self.placement = Placement(self.discovery.tables, self.tp_size, self.norms)
             self.discovery.choose()
-        kept = self._prove_smaller(self._prove_with_groups(self._prove_all()))
+        kept = self._prove_others(self._prove_with_groups(self._prove_all()))
+        for refusal in self.discovery.refused.values():
+            if refusal.reason == TOO_FEW:
+                self.reasons |= {key[0]: str(refusal) for key in refusal.sites if key[0] not in self.reasons}
         self._gather_rest(kept)
         for seed, refusal in self.discovery.refused.items():
             self.reasons.setdefault(seed[0], str(refusal))
         for region in self.discovery.skipped:
             for key in region.sites:
                 self.reasons.setdefault(key[0], "too small a region to be worth an all-reduce")
-        rest = explain_whole(self.placement, self.references, self.runs.reduction)
-        self.reasons = {**rest, **spread(self.reasons, self.runs.reduction)}
+        for name, why in explain_whole(self.placement, self.references).items():
+            if name not in self.blocked:
+                self.reasons.setdefault(name, why)
         return replace(self.build(kept, whole=True), proof="proved")
 
     def _choose_with_norms(self) -> None:
@@ -207,26 +129,19 @@ class Planner:
         self.runs.records = records
         return kept
 
-    def _prove_smaller(self, kept: list[FoundRegion]) -> list[FoundRegion]:
-        """Again without the rows of regions that did not prove: smaller regions may take what those had taken."""
-        for _ in range(SMALLER):
-            proved = set(map(id, kept))
-            failed = [region for region in self.discovery.regions if id(region) not in proved]
+    def _prove_others(self, kept: list[FoundRegion]) -> list[FoundRegion]:
+        """`kept`, with regions that sites of those which did not prove can form as well."""
+        for _ in range(RETRIES):
+            failed = [region for region in self.discovery.regions if not any(region is other for other in kept)]
             if not failed:
                 break
-            self.discovery.blocked |= {row for region in failed for row in region.rows}
+            self.discovery.blocked |= {key for region in failed for key in region.rows}  # which may be columns still
             self.discovery.regions = list(kept)
-            self.discovery.choose()
-            found = [region for region in self.discovery.regions if id(region) not in proved]
-            kept = self._prove_half(kept, self._by_class(found)) if found else kept
+            found = self.discovery.choose()[len(kept) :]
+            if not found:
+                break
+            kept = self._prove_half(kept, self._by_class(found))
         return kept
-
-    def _by_class(self, regions: Sequence[FoundRegion]) -> list[list[FoundRegion]]:
-        """`regions`, those that differ in their layers alone together."""
-        classes: dict[Any, list[FoundRegion]] = {}
-        for region in regions:
-            classes.setdefault(class_of(self.discovery.tables, next(iter(region.rows))), []).append(region)
-        return list(classes.values())
 
     def _discover_again(self) -> Discovery:
         records = [self._record(call, number, self.norms) for number, call in enumerate(self.runs.calls)]
@@ -256,9 +171,10 @@ class Planner:
             base = modules.get(name, ModulePlan(name, "local_params", source="discovered"))
             attrs = {**base.attrs, **self.edits.get(name, {})}
             modules[name] = replace(base, attrs=attrs, fixes=self.fixes.get(name, ()))
-        if whole:
-            modules, listed = self.runs.reduction.expand(modules, listed)
-        return self.assemble(modules, listed, self.reasons)
+        self.hints.add_to(modules, map(self.placement.scope, regions), self.runs.reduction.holds)
+        if not whole:
+            return self.assemble(modules, listed, self.reasons)
+        return self.assemble(*self.runs.reduction.expand(modules, listed), self.runs.reduction.spread(self.reasons))
 
     def attempt(self, regions: Sequence[FoundRegion]) -> None:
         """Build and prove.
@@ -271,7 +187,7 @@ class Planner:
 
     def _gather_rest(self, kept: Sequence[FoundRegion]) -> None:
         """Split what no region takes by its columns, where that proves and is worth it."""
-        classes = plan_gathered(self.placement, self.placement.place(kept)[0], self.blocked, self.sizes)
+        classes = plan_gathered(self.placement, self.placement.place(kept)[0], self.blocked, self.sizes, self.reasons)
         together = {name: plan for plans in classes for name, plan in plans.items()}
         for plans in [together, *classes] if len(classes) > 1 else classes:
             if all(name in self.gathered for name in plans):
@@ -282,7 +198,8 @@ class Planner:
                 self.attempt(kept)
             except (ProofError, PlanError) as error:
                 self.gathered = before
-                self.reasons |= {f"{name}.weight": f"not proved: {error}" for name in plans}
+                for name in plans:
+                    self.reasons.setdefault(f"{name}.weight", f"not proved: {error}")
 
     def _prove_all(self) -> list[FoundRegion]:
         """All regions together if they prove; otherwise one class of them after the other, what fails being left out."""
@@ -297,6 +214,12 @@ class Planner:
             return self.discovery.regions
         self.attempt([])  # nothing proves on top of what does not
         return self._prove_half([], classes, failed=True)
+
+    def _by_class(self, regions: Iterable[FoundRegion]) -> list[list[FoundRegion]]:
+        classes: dict[Any, list[FoundRegion]] = {}
+        for region in regions:
+            classes.setdefault(class_of(self.discovery.tables, next(iter(region.rows))), []).append(region)
+        return list(classes.values())
 
     def _edit_first(self, classes: list[list[FoundRegion]]) -> bool:
         """Whether all regions prove together with the edits that each class of them needs to run by itself."""
@@ -318,7 +241,7 @@ class Planner:
         beside = [other for other in kept if self.placement.scope(other) == scope]  # whose edits are in place
         share = min(1.0, max(0.05, self.seconds_left / SEARCH_SECONDS))  # later classes of a model that takes long get less
         plan = self.build([*beside, region])
-        return Search(self.placement, region, plan, self.references, self.rewrite, share)
+        return Search(self.placement, region, plan, self.references, self.rewrite, share, self.hints.edits)
 
     def _prove_half(self, kept: list[FoundRegion], classes: list[list[FoundRegion]], failed: bool = False) -> list[FoundRegion]:
         """What proves of `classes` on top of `kept`, with `kept`: all at once, or else the one half and then the other."""

@@ -28,22 +28,6 @@ def check_options(logits: str) -> None:
         raise PlanError(f"logits={logits!r} is none of 'auto', 'full', 'sharded'")
 
 
-def with_attrs(plan: Any, attrs: Any) -> Any:
-    """The caller's dict with the attribute edits added.
-
-    Raises:
-        PlanError: edits beside a plan that is no dict.
-    """
-    if attrs is None:
-        return plan
-    if not isinstance(plan, dict):
-        raise PlanError("attrs= goes with a plan given as a dict: the model's own plan edits nothing")
-    merged = {key: {"style": value} if isinstance(value, str) else dict(value) for key, value in plan.items()}
-    for key, edits in attrs.items():
-        merged.setdefault(key, {"style": "replicate"})["attrs"] = edits
-    return merged
-
-
 def check_memory(plan: Plan, group: TPGroup, model: nn.Module) -> None:
     """Raise if this rank's shards can't fit its GPU beside what is there."""
     moving = any(p.device != group.device for p in model.parameters())

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ..shard import Shard
     from .plan import ModulePlan, Plan
 
 
@@ -42,11 +43,16 @@ def describe_extras(module: ModulePlan, rank: int) -> str:
     said += [f"columns {start}-{stop} enter" for start, stop in module.columns]
     said += [f"reduces output {index}" for index in module.outputs]
     said += [f"{module.norm.kind} norm over {module.norm.width} dealt columns"] if module.norm else []
-    said += [f"copies of {name}" for name, shard in module.shards.items() if shard.has_copies]
+    said += [_describe_copies(name, shard) for name, shard in module.shards.items() if shard.has_copies]
     said += [f"{name}={values[rank]}" for name, values in module.attrs.items()]
     said += [f"forward {module.forward}"] if module.forward else []
     said += [f"own sizes in {len({fix.span for fix in module.fixes})} calls"] if module.fixes else []
     return "; ".join(said)
+
+
+def _describe_copies(name: str, shard: Shard) -> str:
+    ranks = max((len(ranks) for _, ranks, _ in shard.holders), default=1) if len(shard.cuts) == 1 else 1
+    return f"copies of {name}" + (f" on up to {ranks} ranks" if ranks > 1 else "")
 
 
 def fold_name(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import PlanError
+from ..layers.base import held_parameters
 from ..layers.embedding import check_embedding
 from ..shard import Shard
 from . import plan as styles
@@ -28,7 +29,7 @@ def plan_edges(
     if source != "discovered":
         return edges, name_out
     holders: dict[int, list[tuple[str, str]]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in held_parameters(model):
         owner, _, leaf = name.rpartition(".")
         holders.setdefault(id(parameter), []).append((owner, leaf))
     for name in [name for name, plan in edges.items() if "weight" in plan.shards]:
@@ -108,7 +109,7 @@ def _plan_pair(
     if output.bias is not None:
         shards["bias"] = Shard.even(output.bias.shape, 0, tp_size)
     edges[name_out] = ModulePlan(name_out, "colwise_gather_output", shards, source=source, why="vocabulary")
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in held_parameters(model):
         owner, _, leaf = name.rpartition(".")
         if parameter is output.bias and owner != name_out:  # the same tensor under another name, as in BERT's heads
             edges[owner] = ModulePlan(owner, "local_params", {leaf: shards["bias"]}, source=source, why="vocabulary")

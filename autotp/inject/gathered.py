@@ -18,13 +18,18 @@ LEAST = 1 / 24  # what layers that read one input must hold of all parameters to
 
 
 def plan_gathered(
-    placement: Placement, planned: Mapping[str, ModulePlan], blocked: set[str], sizes: Mapping[str, int]
+    placement: Placement,
+    planned: Mapping[str, ModulePlan],
+    blocked: set[str],
+    sizes: Mapping[str, int],
+    reasons: Mapping[str, str],
 ) -> list[dict[str, ModulePlan]]:
     """Plans of the layers that `planned` leaves whole, one dict for each class of those that are worth it, largest first.
 
     Args:
         blocked: names of Parameters that follow rules of their own.
         sizes: number of parameters of the whole model by folded name (layer numbers as "*").
+        reasons: why no region takes a Parameter, where that is known.
     """
     found: dict[tuple[int, ...], list[SiteKey]] = {}  # the tensors that they read -> the layers
     for key, site in placement.tables.sites.items():
@@ -39,7 +44,7 @@ def plan_gathered(
             continue
         siblings = f"{keys[0][0].rpartition('.')[0]}:gathered"
         for key in keys:
-            plan = plan_layer(placement, key, siblings)
+            plan = plan_layer(placement, key, siblings, reasons.get(key[0], ""))
             classes.setdefault(class_of(placement.tables, key), {})[plan.name] = plan
             weights[class_of(placement.tables, key)] = sizes[fold_name(key[0])]
     return [classes[name] for name in sorted(classes, key=lambda name: -weights[name])]
@@ -60,10 +65,11 @@ def splits_alone(placement: Placement, key: SiteKey) -> bool:
     )
 
 
-def plan_layer(placement: Placement, key: SiteKey, siblings: str) -> ModulePlan:
+def plan_layer(placement: Placement, key: SiteKey, siblings: str, reason: str) -> ModulePlan:
     """The plan of one layer, which enters its input together with the other `siblings`."""
     site, owner = placement.tables.sites[key], key[0].rpartition(".")[0]
     shards = {"weight": Shard.even(site.shape, site.out_dims[0], placement.tp_size)}
     if f"{owner}.bias" in site.biases:
         shards["bias"] = Shard.even((site.out_size,), 0, placement.tp_size)
-    return ModulePlan(owner, "colwise_gather_output", shards, siblings=siblings, source="discovered", why="no region takes it")
+    why = f"no region takes it: {fold_name(reason)}" if reason else "no region takes it"
+    return ModulePlan(owner, "colwise_gather_output", shards, siblings=siblings, source="discovered", why=why)

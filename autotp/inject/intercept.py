@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .derived import note_sources, read_derived
 from .draws import Draws
 from .shadow import Shadow
-from .sites import Operands, read_site
+from .sites import READERS, Operands, read_site
 from .smooth import SMOOTH
 
 NARROW = {torch.float32, torch.float16, torch.bfloat16}
@@ -37,14 +38,28 @@ class Interceptor(TorchFunctionMode):
 
     def __torch_function__(self, func, types_, args=(), kwargs=None):
         kwargs = kwargs or {}
+        site = self._read(func, args, kwargs)
+        if site is not None and not self.shadow.is_transparent(site[1], site[0]):
+            return self.respond(*site, func, args, kwargs)
+        made = self._compute(func, args, kwargs)
+        note_sources(self.shadow, func, args, kwargs, made)
+        return made
+
+    def _read(self, func: Any, args: tuple, kwargs: dict) -> tuple[Operands, str] | None:
+        """The call as a linear map, and its Parameter."""
+        if func not in READERS:
+            return None
+        operands = read_site(func, args, kwargs, self._is_weight)
+        if operands is None:
+            return read_derived(self.shadow, func, args, kwargs)
+        name = self.shadow.find(operands.weight)
+        assert name is not None
+        return operands, name
+
+    def _compute(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """What a call that is no site returns, in float64."""
         if func in _FLOAT_CASTS:
             return args[0].double() if args[0].dtype != torch.float64 else args[0]
-        operands = read_site(func, args, kwargs, self._is_weight)
-        if operands is not None:
-            name = self.shadow.find(operands.weight)
-            assert name is not None
-            if not self.shadow.is_transparent(name, operands):
-                return self.respond(operands, name, func, args, kwargs)
         if func in SMOOTH and args and args[0].is_floating_point():
             return SMOOTH[func](*args, **kwargs)
         if func is F.batch_norm:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from ..errors import PlanError
+from ..layers.base import held_parameters
 from ..layers.conv import local_groups
 from ..shard import Shard
 from .indices import merge_inputs, single_runs
@@ -36,6 +37,7 @@ class Facets:
     columns: Tensor | None = None
     inputs: dict[str, InputPlan] = field(default_factory=dict)
     outputs: set[int] = field(default_factory=set)
+    attrs: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def join(self, other: Facets, name: str) -> None:
         """Add what another region says of the module `name`.
@@ -58,6 +60,9 @@ class Facets:
         self.once -= set(self.shards)
         if other.columns is not None:
             self.columns = other.columns if self.columns is None else self.columns | other.columns
+        for key, values in other.attrs.items():
+            if self.attrs.setdefault(key, values) != values:
+                raise PlanError(f"{name}.{key} would be edited in two ways")
         for argument, plan in other.inputs.items():
             merged = merge_inputs(self.inputs.get(argument, plan), plan)
             if merged is None:
@@ -76,7 +81,7 @@ class Placement:
         self.called = {name for record in tables.records for name in record.module_calls}
         self.site_parameters = {key[0] for key in tables.sites}
         self.names: dict[int, list[str]] = defaultdict(list)  # id of a Parameter -> its names
-        for name, parameter in tables.shadow.model.named_parameters(remove_duplicate=False):
+        for name, parameter in held_parameters(tables.shadow.model):
             self.names[id(parameter)].append(name)
         self.placed: dict[int, tuple[FoundRegion, dict[str, Facets]]] = {}
 
@@ -135,7 +140,7 @@ class Placement:
             outputs=tuple(sorted(f.outputs)),
             source="discovered",
             norm=self.norms.get(name) if f.shards else None,
-            attrs=local_groups(self.modules[name], f.shards.get("weight")),
+            attrs={**local_groups(self.modules[name], f.shards.get("weight")), **f.attrs},
         )
 
     def _list(self, region: FoundRegion) -> Region:
@@ -155,7 +160,9 @@ class Placement:
         return [c for record in self.tables.records for key in keys if key in record.sites for c in record.sites[key].calls]
 
     def is_layer(self, key: SiteKey) -> bool:
-        """Whether the site is the weight of a linear, a convolution or an embedding that is called itself."""
+        """Whether the site is the weight of a linear, a convolution or an embedding that is called itself, as it is."""
+        if self.tables.sites[key].sources:
+            return False
         owners = dict(self.holders(key[0]))
         called = all(call.modules[-1] in owners for call in self.calls([key]))
         return called and all(leaf == "weight" and builds_on_plain(self.modules[owner]) for owner, leaf in owners.items())

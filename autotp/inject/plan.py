@@ -26,6 +26,7 @@ SPLITTING_STYLES = ("rowwise_split_input", "rowwise_rep")
 EMBEDDING_STYLES = ("embedding_rowwise", "embedding_colwise")
 # Only in plans that say themselves who reduces and who enters, not in a caller's dict.
 PARTIAL_STYLES = ("rowwise_partial",)
+CALLED_STYLES = COLUMN_STYLES + ROW_STYLES + EMBEDDING_STYLES + PARTIAL_STYLES  # of modules that compute by themselves
 ATTENTION_STYLES = ("multihead_attention",)  # nn.MultiheadAttention with its out_proj: a rule of its own
 SUM_STYLES = ("replicated_with_grad_allreduce",)
 MISC_STYLES = ("mla_kv_a_proj", "local_params", "replicate", "whole")
@@ -98,7 +99,7 @@ class ModulePlan:
         inputs: what is done to arguments of forward; outputs: which outputs (index into a tuple or by order into a
             ModelOutput, 0 for a lone tensor) are partial sums that are all-reduced when the module returns.
         norm: the module is a norm over a dealt width, and its forward is replaced.
-        forward: name of a replacement forward registered elsewhere; reserved.
+        forward: name of the replacement forward that the module needs; whoever carries the plan out gives the function.
         fixes: calls in the module's own forward, and in what that calls, which write or take another size on each rank.
     """
 

@@ -24,11 +24,12 @@ from ..errors import ProofError
 from ..shard import Shard
 from .intercept import Interceptor, flatten, keep_state, running
 from .plan import ATTENTION_STYLES, ModulePlan, Plan
-from .record import Call, Record, Site, add_bias
+from .record import Call, Record, Site, add_terms
 from .shadow import Shadow, copy_model
 from .sites import Operands
 from .threads import SoloGroup, ThreadGroup, ThreadRanks
 
+NOISE = 1e-14  # what is left of a gradient that is zero but for rounding
 TOLERANCE = 1e-7  # of the largest number of a tensor, in float64; a wrong column is off by about 1
 
 
@@ -136,7 +137,23 @@ class RankRun:
             value = take(value, call.y_axes, cols, site, call.y_start)
         leaf = value.clone().requires_grad_()
         self.leaves.append((index, leaf))
-        return add_bias(leaf * self.part if rows is not None else leaf.clone(), op, self.shadow)
+        mix = self.check_weight(op, site, call, rows, cols)
+        return add_terms(leaf * self.part if rows is not None else leaf.clone(), op, self.shadow, mix)
+
+    def check_weight(self, op: Operands, site: Site, call: Call, rows: Any, cols: Any) -> Tensor | None:
+        """Compare a weight that this rank computed with its part of the whole one; that part of the coefficients of the whole."""
+        if (call.op is None) != (self.shadow.find(op.weight) is not None):
+            raise ProofError(f"{site.parameter}: rank {self.rank} does not compute its weight as the whole model does")
+        if call.op is None or call.mix is None:
+            return None
+        expected, mix = call.op.weight, call.mix
+        if rows is not None:
+            expected, mix = (take(t, call.op.w_in, rows, site, call.x_start) for t in (expected, mix))
+        if cols is not None:
+            expected, mix = (take(t, call.op.w_out, cols, site, call.y_start) for t in (expected, mix))
+        same = op.weight.shape == expected.shape and not self.values
+        compare(op.weight, op.weight if same else expected, f"{site.parameter}: the weight computed from it", self.rank)
+        return mix
 
     def role(self, site: Site) -> tuple[Any, Any]:
         """`(dim, indices)` of a cut of the site's input columns, and of its output columns, for this rank."""
@@ -217,7 +234,7 @@ def compare(value: Tensor, expected: Tensor, what: str, rank: int | None = None)
     difference = (value - expected).abs()
     same = (value == expected) | (value.isnan() & expected.isnan())
     error = float(difference.masked_fill(same, 0).max())
-    if not error <= TOLERANCE * scale:
+    if not error <= max(TOLERANCE * scale, NOISE):
         raise ProofError(f"{where} is off by {error / scale:.2g} of its scale")
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import copy_arguments
+from .derived import adds_up, draw_mix, find_sources, mix_weight, place_derived
 from .intercept import Interceptor, flatten, keep_state, map_nested, running
 from .shadow import Shadow
 from .sites import Operands, locate
@@ -33,6 +34,7 @@ class Call:
         x, y: its input, attached to what came before, and its output, a leaf.
         x_axes, y_axes: axes of the columns, from the end; x_start, y_start: where they lie in the Parameter's dims.
         modules: names of the modules whose forward was running, outermost first.
+        op: its operands, where the weight is computed from Parameters; mix: coefficients by which `y` depends on it.
     """
 
     x: Tensor
@@ -42,14 +44,18 @@ class Call:
     x_start: int
     y_start: int
     modules: tuple[str, ...]
+    op: Operands | None = None
+    mix: Tensor | None = None
 
 
 @dataclass
 class Site:
     """A Parameter as a linear map: `in_dims` of it are contracted, `out_dims` become output columns.
 
-    `readable` is False where the weight is no plain view of the Parameter: it is cut, but can take no role. `biases` are
+    `readable` is False where the weight's columns are not the Parameter's: it is cut, but can take no role. `biases` are
     Parameters that its calls add, one number a column. `grouped`: the weight is many maps, each of a part of the input.
+    `sources`: what its weight is computed from, if it is no view of the Parameter; `in_dims` are none where each column of
+    the weight takes more than the Parameter's column, or where parts of the output can't be added up later.
     """
 
     key: SiteKey
@@ -59,6 +65,7 @@ class Site:
     readable: bool = True
     biases: set[str] = field(default_factory=set)
     grouped: bool = False
+    sources: set[str] = field(default_factory=set)
     calls: list[Call] = field(default_factory=list)
 
     @property
@@ -110,6 +117,7 @@ class Recorder:
         self.shadow, self.record, self.elementwise = shadow, Record(), set(elementwise)
         self.generator = torch.Generator().manual_seed(seed)
         self.stack: list[str] = []
+        self.inside: list[tuple[Site, Call]] = []  # computed weights that modules which still run have used
 
     def run(self, call: dict[str, Any]) -> None:
         """One forward; its sites are added to the record.
@@ -123,13 +131,14 @@ class Recorder:
 
     def _respond(self, op: Operands, name: str, func: Any, args: tuple, kwargs: dict) -> Tensor:
         parameter = self.shadow.parameters[name]
-        out, inside = locate(op.weight, parameter, op.w_out), locate(op.weight, parameter, op.w_in)
-        if (op.w_in and inside is None) or out is None:
-            key: SiteKey = (name, ())
-            out = inside = None
+        derived = self.shadow.find(op.weight) is None
+        if derived:
+            out, inside = place_derived(self.shadow, op, name)
         else:
-            assert out is not None
-            key = (name, out.dims)
+            out, inside = locate(op.weight, parameter, op.w_out), locate(op.weight, parameter, op.w_in)
+        if (op.w_in and inside is None and not derived) or out is None:
+            out = inside = None
+        key: SiteKey = (name, out.dims if out else ())
         kind = "embedding" if not op.x_axes else "linear"
         in_dims = inside.dims if inside and op.w_in else ()
         site = self.record.sites.setdefault(key, Site(key, tuple(parameter.shape), in_dims, kind, out is not None))
@@ -143,8 +152,13 @@ class Recorder:
         y = torch.randn(shape, generator=self.generator, dtype=torch.float64).requires_grad_()
         starts = (inside.start if inside else 0, out.start if out else 0)
         self.record.order.append((key, len(site.calls)))
-        site.calls.append(Call(op.x, y, op.x_axes, op.y_axes, *starts, tuple(self.stack)))
-        return add_bias(y.clone(), op, self.shadow)
+        call = Call(op.x, y, op.x_axes, op.y_axes, *starts, tuple(self.stack))
+        site.calls.append(call)
+        if derived:
+            call.op, call.mix = op, draw_mix(op, self.generator)
+            self.inside.append((site, call))
+            site.sources |= find_sources(self.shadow, op.weight) or set()
+        return add_terms(y.clone(), op, self.shadow, call.mix)
 
     @contextmanager
     def _hooks(self) -> Iterator[None]:
@@ -189,7 +203,11 @@ class Recorder:
                 output = output * x * torch.randn(x.shape, generator=self.generator, dtype=torch.float64)
             output = output + (0 if getattr(module, "bias", None) is None else module.bias)
         if output is not None:
-            self.record.module_calls[name][-1].outputs = list(flatten(output))
+            outputs = self.record.module_calls[name][-1].outputs = list(flatten(output))
+            while self.inside and self.inside[-1][1].modules == (*self.stack, name):
+                site, call = self.inside.pop()
+                if site.in_dims and not adds_up(outputs, call.y):  # the ranks' parts
+                    site.in_dims = ()
         return output
 
 
@@ -236,8 +254,10 @@ def columns(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
     return moved.reshape(-1, width)
 
 
-def add_bias(y: Tensor, op: Operands, shadow: Shadow) -> Tensor:
-    """`y` with the call's bias added: a tensor like any other, which the dependence tables then see."""
+def add_terms(y: Tensor, op: Operands, shadow: Shadow, mix: Tensor | None) -> Tensor:
+    """`y` with the call's bias added, a tensor like any other, which the dependence tables then see; and a computed weight."""
+    if mix is not None:
+        y = mix_weight(y, op, mix)
     if not isinstance(op.bias, Tensor):
         return y
     bias = shadow.fill(op.bias) if op.bias.is_meta else op.bias

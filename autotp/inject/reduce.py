@@ -3,17 +3,21 @@
 Two layers are alike if their module trees have the same classes, the same plain attributes (numbers, names, flags; a layer's
 own number aside) and Parameters and buffers of the same shapes. Of each kind the first two are kept, so that a layer is seen
 beside one of its own kind. That says nothing of a region which leaves its layer: it is proved with all layers there.
+
+Like modules of which a forward picks some (experts, adapters by language) are planned on two as well: the others share them, so
+that whichever is picked runs one of the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from .plan import ModulePlan, Region
+from .plan import ModulePlan, Region, fold_name
 
 LEAST = 5  # lists of fewer modules are planned as they are
 KEPT = 2  # of each kind
@@ -27,16 +31,21 @@ class Reduction:
         dropped: name of a list -> number of a dropped member -> number of the one that stands for it.
         emptied: dropped members stay in their place and return their first argument, for models that count their layers;
             otherwise they are taken out.
+        shared: name of a list or dict of modules -> a member that need not run -> the one that it shares.
     """
 
     dropped: dict[str, dict[int, int]]
     emptied: bool = True
+    shared: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.dropped)
 
     def apply(self, model: nn.Module) -> None:
         """Take the dropped members, or what is in them, out of (a copy of) the model; the others keep their numbers."""
+        for name, stands in self.shared.items():
+            modules = model.get_submodule(name)._modules
+            modules.update({member: modules[other] for member, other in stands.items()})
         for name, members in self.dropped.items():
             for number in members:
                 modules = model.get_submodule(name)._modules
@@ -47,7 +56,13 @@ class Reduction:
 
     def holds(self, name: str) -> bool:
         """Whether a module or Parameter of this name is left."""
-        return not any(name.startswith(f"{own}.{n}.") or name == f"{own}.{n}" for own, ns in self.dropped.items() for n in ns)
+        return not any(name.startswith(f"{old}.") or name == old for old, _ in self._stand_ins())
+
+    def _stand_ins(self) -> Iterator[tuple[str, str]]:
+        """`(name of a member that is not there, name of the one that stands for it)`, inner lists first."""
+        for lists in (self.shared, self.dropped):
+            for own, members in lists.items():
+                yield from ((f"{own}.{member}", f"{own}.{other}") for member, other in members.items())
 
     def crosses(self, regions: Iterable[Region]) -> bool:
         """Whether a region leaves a member of a list: beyond it may lie what came later before members were dropped."""
@@ -67,18 +82,25 @@ class Reduction:
     ) -> tuple[dict[str, ModulePlan], tuple[Region, ...]]:
         """The plan of the whole model: every dropped member gets the plan of the one that stands for it."""
         grown, listed = dict(modules), list(regions)
-        for own, members in self.dropped.items():
-            for number, stands in members.items():
-                old, new = f"{own}.{stands}", f"{own}.{number}"
-                for name, plan in list(grown.items()):
-                    if name == old or name.startswith(old + "."):
-                        siblings = plan.siblings
-                        if siblings is not None:
-                            siblings = siblings.replace(old, new) if old in siblings else f"{siblings}@{new}"
-                        grown[new + name[len(old) :]] = replace(plan, name=new + name[len(old) :], siblings=siblings)
-                listed += [move_region(r, old, new) for r in list(listed) if r.scope == old or r.scope.startswith(old + ".")]
-                listed = [widen_region(r, old, new) for r in listed]
+        for new, old in self._stand_ins():
+            for name, plan in list(grown.items()):
+                if name == old or name.startswith(old + "."):
+                    siblings = plan.siblings
+                    if siblings is not None:
+                        siblings = siblings.replace(old, new) if old in siblings else f"{siblings}@{new}"
+                    grown[new + name[len(old) :]] = replace(plan, name=new + name[len(old) :], siblings=siblings)
+            listed += [move_region(r, old, new) for r in list(listed) if r.scope == old or r.scope.startswith(old + ".")]
+            listed = [widen_region(r, old, new) for r in listed]
         return grown, tuple(listed)
+
+    def spread(self, reasons: Mapping[str, str]) -> dict[str, str]:
+        """What is said of a member's Parameters, said of those of the dropped ones that it stands for too."""
+        grown = dict(reasons)
+        for new, old in self._stand_ins():
+            for name, reason in list(grown.items()):
+                if name.startswith(old + "."):
+                    grown.setdefault(new + name[len(old) :], reason)
+        return grown
 
 
 def empty(module: Any) -> None:
@@ -140,13 +162,60 @@ def find_reduction(model: nn.Module) -> Reduction:
             if member is not None:
                 kinds.setdefault(describe(member, own), []).append(number)
         found = {number: numbers[0] for numbers in kinds.values() for number in numbers[KEPT:]}
-        if found and not _shares(model, module, name, found):
+        if found and not _shares(model, name, found):
             dropped[name] = found
             taken.append(name)
     return Reduction(dropped)
 
 
-def find_numbers(members: nn.ModuleList) -> set[tuple[str, str]]:
+def share_unrun(
+    model: nn.Module, reduction: Reduction, ran: Collection[str], tell: Callable[[str], Any] | None = None
+) -> Reduction:
+    """`reduction`, with like modules shared in lists and dicts of which a forward ran some members and others not.
+
+    Args:
+        model: the whole model, nothing taken out.
+        ran: names of the modules that ran in the reduced model.
+        tell: of a member's name, what else members must have in common.
+    """
+
+    def used(name: str) -> list[str]:
+        return [key for key in model.get_submodule(name)._modules if f"{name}.{key}" in ran]
+
+    def is_picked(name: str) -> bool:
+        there = [key for key in model.get_submodule(name)._modules if reduction.holds(f"{name}.{key}")]
+        return bool(used(name)) and not set(there) <= set(used(name))
+
+    lists = [n for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict)) and reduction.holds(n)]
+    alike = {fold_name(name) for name in lists if is_picked(name)}  # what one layer picks from, others pick from too
+    shared: dict[str, dict[str, str]] = {}
+    for name in lists:
+        if fold_name(name) in alike and not any(name.startswith(f"{other}.") for other in shared):
+            most = 1 if name in reduction.shared and is_picked(name) else KEPT
+            stands = _share_members(model, name, used(name), most, tell)
+            if not _shares(model, name, stands):
+                shared[name] = stands
+    shared = {**reduction.shared, **shared}
+    return replace(reduction, dropped={k: v for k, v in reduction.dropped.items() if k not in shared}, shared=shared)
+
+
+def _share_members(model: nn.Module, name: str, used: Collection[str], most: int, tell: Any) -> dict[str, str]:
+    """Member -> the one that it shares, one of the first `most` of its kind; each of these is shared by one that runs."""
+    kinds: dict[Any, list[str]] = {}
+    numbers = find_numbers(model.get_submodule(name).children())
+    for key, member in model.get_submodule(name).named_children():
+        kinds.setdefault((describe(member, numbers), tell and tell(f"{name}.{key}")), []).append(key)
+    stands: dict[str, str] = {}
+    for keys in kinds.values():
+        running = [key for key in keys if key in used]
+        kept = keys[: max(1, min(most, len(running)))]
+        idle = [key for key in kept if key not in running]
+        others = sorted((key for key in keys if key not in kept), key=lambda key: key not in running)
+        stands |= dict(zip(others, itertools.chain(idle, itertools.cycle(kept)), strict=False))
+    return stands
+
+
+def find_numbers(members: Iterable[nn.Module]) -> set[tuple[str, str]]:
     """`(module, attribute)` inside a list's members that hold the member's own number, in all that have it."""
     found: dict[tuple[str, str], bool] = {}
     for number, member in enumerate(members):
@@ -176,14 +245,14 @@ def _plain(value: Any) -> str:
     return type(value).__qualname__ if not callable(value) else getattr(value, "__qualname__", type(value).__qualname__)
 
 
-def _shares(model: nn.Module, members: nn.ModuleList, name: str, found: Mapping[int, int]) -> bool:
-    """Whether a dropped member's Parameter is used elsewhere too: then its layer is not like the others."""
+def _shares(model: nn.Module, name: str, found: Iterable[int] | Iterable[str]) -> bool:
+    """Whether the Parameter of a member that is not to be there is used elsewhere too: then it is not like the others."""
     names: dict[int, set[str]] = {}
     for full, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(full)
-    for number in found:
-        prefix = f"{name}.{number}."
-        for parameter in members[number].parameters():
+    for member in found:
+        prefix = f"{name}.{member}."
+        for parameter in model.get_submodule(prefix[:-1]).parameters():
             if any(not full.startswith(prefix) for full in names[id(parameter)]):
                 return True
     return False

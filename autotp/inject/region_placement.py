@@ -13,17 +13,19 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import PlanError
 from ..layers.attention import attention_shards
 from ..shard import Shard, compress_indices
+from .entering import find_shared_arguments
 from .indices import choose_dim, merge_inputs, no_support, product_cut, project, smallest_period
 from .plan import InputPlan
 from .record import ModuleCall, SiteKey, bind_position, columns
 from .regions import FoundRegion
-from .tables import select_columns
+from .tables import select_columns, select_weights
 
 if TYPE_CHECKING:
     from .placement import Facets, Placement
 
 
 LINEARS = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+SIZES = (("in_features", "in_channels", "nx"), ("out_features", "out_channels", "nf"))  # what a layer calls its widths
 
 
 Supports = dict[str, list[list[Tensor]]]  # name -> rank -> dim -> bool
@@ -49,10 +51,12 @@ class RegionPlacement:
         self._cut_parameters()
         self._enter_arguments()
         owner = self._reduce_late(raw_rows) if raw_rows else None
-        for key in raw_cols:
-            if self.tables.sites[key].kind == "embedding":  # it reads indices: nothing enters
-                continue
-            if owner is None or not all(owner in call.modules for call in self.placement.calls([key])):
+        open_cols = [key for key in raw_cols if self.tables.sites[key].kind != "embedding"]  # that reads indices: nothing enters
+        if owner is not None:
+            open_cols = [key for key in open_cols if not all(owner in call.modules for call in self.placement.calls([key]))]
+        shared = self._enter_shared([key for key in open_cols if self.tables.sites[key].sources])
+        for key in open_cols:
+            if key not in shared:
                 self._enter_raw(key)
         self._group_siblings(raw_cols)
         self._enter_whole_sites()
@@ -78,15 +82,29 @@ class RegionPlacement:
         for key, held in self.region.rows.items():
             site = self.tables.sites[key]
             self._cut(key[0], product_cut(site.shape, site.in_dims, held, key[0]))
+            self._cut_derived(key, held, 0)
             if self.placement.is_layer(key):
                 self._set_style(key, "rowwise")
         for key, held in self.region.cols.items():
             site = self.tables.sites[key]
             self._cut(key[0], product_cut(site.shape, site.out_dims, held, key[0]))
+            self._cut_derived(key, held, 1)
             for bias in site.biases:  # as its columns, also where softmax hides it (a bias of keys)
                 self._cut(bias, Shard.from_indices((site.out_size,), 0, [h.tolist() for h in held]))
             if self.placement.is_layer(key):
                 self._set_style(key, "embedding_colwise_local" if site.kind == "embedding" else "colwise")
+
+    def _cut_derived(self, key: SiteKey, held: Sequence[Tensor], side: int) -> None:
+        """With a Parameter whose weight is computed: masks of its shape, and the inputs (0) or outputs (1) its layer says."""
+        site, shadow = self.tables.sites[key], self.tables.shadow
+        for name, buffer in shadow.model.named_buffers():
+            if name in site.sources and not buffer.requires_grad and tuple(buffer.shape) == site.shape:
+                self._cut(name, product_cut(site.shape, site.out_dims if side else site.in_dims, held, name))
+        for owner in {call.modules[-1] for call in self.placement.calls([key])} if site.sources else ():
+            module, size = self.placement.modules[owner], site.out_size if side else site.in_size
+            for name in SIZES[side] if any(name.startswith(f"{owner}.") for name in site.sources) else ():
+                if module.__dict__.get(name) == size:
+                    self.facets[owner].attrs[name] = tuple(map(len, held))
 
     def _cut(self, name: str, shard: Shard) -> None:
         for owner, leaf in self.placement.holders(name):
@@ -137,6 +155,9 @@ class RegionPlacement:
             for call in record.sites[key].calls if key in record.sites else []:
                 targets.append(call.x)
                 grads.append(select_columns(self.tables.random_like(call.x), call, held[rank]))
+                if call.op is not None:  # which of what its weight is computed from its own columns use
+                    targets.append(call.op.weight)
+                    grads.append(select_weights(self.tables.random_like(call.op.weight), call, held[rank]))
         return self.tables.pull(record, targets, grads, at)
 
     def _cut_parameters(self) -> None:
@@ -232,6 +253,18 @@ class RegionPlacement:
                     inputs[name] = replace(inputs[name], sums=True) if name in inputs else plan
                     self.entered.add(id(tensor))
 
+    def _enter_shared(self, keys: Sequence[SiteKey]) -> set[SiteKey]:
+        """Sum the gradients of the scope's arguments that several layers of the region read, once; what has entered by that."""
+        shared = find_shared_arguments(self.tables, self.region, self.scope, keys)
+        for name in shared:
+            plan = InputPlan(name, bind_position(self.placement.modules[self.scope], name), True)
+            inputs = self.facets[self.scope].inputs
+            inputs[name] = replace(inputs[name], sums=True) if name in inputs else plan
+            for record in self.tables.records:
+                calls = record.module_calls.get(self.scope, [])
+                self.entered |= {id(call.arguments[name]) for call in calls if name in call.arguments}
+        return {key for keys in shared.values() for key in keys}
+
     def _enter_raw(self, key: SiteKey) -> None:
         """Sum the gradient of what a raw column site reads: arguments of its module, outputs of whole sites in it."""
         for record in self.tables.records:
@@ -300,8 +333,9 @@ class RegionPlacement:
             n for n in shadow.parameters if n.startswith(prefix) and shadow.leaf(n).requires_grad and not shadow.leaf(n).is_meta
         ]
         grads = self.tables.pull(record, [value], [self.tables.random_like(value)], [shadow.leaf(n) for n in names])
+        weights = {name for key in self.region.rows for name in self.tables.sites[key].sources}  # used before the sum
         for name, grad in zip(names, grads, strict=True):
-            if grad is not None and bool(grad.ne(0).any()):
+            if grad is not None and name not in weights and bool(grad.ne(0).any()):
                 for holder, leaf in self.placement.holders(name):
                     if leaf not in self.facets[holder].shards:
                         self.facets[holder].once.add(leaf)

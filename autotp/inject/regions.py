@@ -9,7 +9,9 @@ packed and interleaved layouts, grouped queries, copied kv heads.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -17,10 +19,12 @@ import torch
 from torch import Tensor
 
 from ..shard import deal_units
+from .describe import fold_name
 from .record import SiteKey
 from .tables import Tables
 
 MAX_CLASSES = 10
+TOO_FEW = "too few units"
 ALIGNED = (8, 4)  # columns: 16 bytes of bfloat16, or of float32
 UNEVEN = 1.125  # times an even share that a rank may get for it
 
@@ -47,11 +51,11 @@ class FoundRegion:
 
 
 class Refusal(Exception):
-    """Why no region could be made around a row site: `reason`, one line of evidence, and how many parameters it is about."""
+    """Why no region could be made around a row site: `reason`, one line of evidence, and the `sites` that it would have had."""
 
-    def __init__(self, seed: SiteKey, reason: str, evidence: str) -> None:
+    def __init__(self, seed: SiteKey, reason: str, evidence: str, sites: Sequence[SiteKey] = ()) -> None:
         super().__init__(f"{reason}: {evidence}")
-        self.seed, self.reason, self.evidence = seed, reason, evidence
+        self.seed, self.reason, self.evidence, self.sites = seed, reason, evidence, (seed, *sites)
 
 
 def find_region(tables: Tables, seed: SiteKey, tp_size: int, taken: set[SiteKey], blocked: set[SiteKey]) -> FoundRegion:
@@ -204,12 +208,12 @@ def _deal(
     every = (1 << starts[-1]) - 1
     groups = _components([p for found in patterns.values() for p in found], every)
     units, left_out = groups, ()
+    few = partial(Refusal, seed, TOO_FEW, sites=[*rows, *cols])
     if len(groups) < tp_size and copies:
         units, left_out = _split_groups(patterns, every, tp_size)
     if len(units) < tp_size:
-        return Refusal(
-            seed, "too few units", f"{len(units)} unit(s) of {', '.join(r[0] for r in rows)} can't be dealt to {tp_size} ranks"
-        )
+        names = ", ".join(dict.fromkeys(fold_name(row[0]) for row in rows))  # one line for layers alike
+        return few(f"{max(len(units), len(groups))} unit(s) of {names} < {tp_size} ranks")
     dealt = deal_components(units, groups, tp_size, _call_blocks(tables, rows, starts, block))
     held = [_mask(sum_bits(units, mine), starts[-1]) for mine in dealt]
     found = FoundRegion({}, {}, {}, tuple(len(mine) for mine in dealt))
@@ -217,12 +221,12 @@ def _deal(
         width = tables.sites[row].in_size
         spread = [mask[starts[i] : starts[i + 1]].repeat_interleave(block[row])[:width] for mask in held]
         if not all(bool(mask.any()) for mask in spread):
-            return Refusal(seed, "too few units", f"some rank would hold no column of {row[0]}")
+            return few(f"{len(units)} dealt to {tp_size} ranks leave some rank without a column of {fold_name(row[0])}")
         found.rows[row] = [mask.nonzero().flatten() for mask in spread]
     for col, table in joined.items():
         found.cols[col] = [table[mask].any(0).nonzero().flatten() for mask in held]
         if not all(len(own) for own in found.cols[col]):  # an empty layer would take no part in the ranks' collectives
-            return Refusal(seed, "too few units", f"some rank would hold no column of {col[0]}")
+            return few(f"{len(units)} dealt to {tp_size} ranks leave some rank without a column of {fold_name(col[0])}")
     if left_out:
         found.notes.append(f"{len(left_out)} class(es) of columns are held by several ranks")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ from ..layers.entry import install_entry, remove_entry
 from ..layers.guards import install_guards, mark_model, unmark_model
 from .attributes import restore_attributes
 from .callsites import remove_fixes
-from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_unbuilt, with_attrs
+from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_unbuilt
+from .forwards import Forward, remove_forward
+from .hints import spell
 from .load import build_empty, find_checkpoint
 from .plan import Plan
-from .rules import make_plan
+from .rules import hints_of, make_plan
 from .swap import make_plain, rewrite_modules
 
 
@@ -51,7 +54,8 @@ def parallelize(
         plan: "auto" or "hf" for the model's own Hugging Face plan, a dict, or a `Plan`; see `make_plan`.
         logits: what training with labels returns: "auto" no logits, "full" whole ones, "sharded" this rank's columns.
         head: "auto", or "whole" for losses computed outside the model that read the head's weight.
-        attrs: `{module name or pattern: {attribute: one value per rank}}` to be edited beside the plan.
+        attrs: hints for odd forward code, `{module name, pattern or class: {attribute: one value for each rank}}`, or
+            `{..: {"forward": function}}`; proved like all else, see `make_plan`.
         timeout_s: seconds after which a rank that does not arrive is named.
         inputs: example calls for discovery and proof; see `make_plan`.
         sequence_parallel, precision: not built yet; anything but the default raises.
@@ -72,13 +76,13 @@ def parallelize(
     with group.together("making the plan"):
         if any(p.is_meta for p in model.parameters()):
             raise PlanError("the model has parameters on meta, which hold no weights: use autotp.from_pretrained(path)")
-    made = plan_together(model, group, with_attrs(plan, attrs), head, inputs)
+    made, forwards = plan_together(model, group, plan, head, inputs, attrs)
     with group.together("checking memory"):
         check_memory(made, group, model)
     check_agreement(group, digest_weights(model))
     try:
         cut_weights(model, made, group)
-        finish_rewrite(model, made, group, logits)
+        finish_rewrite(model, made, group, logits, forwards)
     except BaseException as error:
         mark_broken(model, f"rewriting it failed half way ({type(error).__name__}: {error})")
         raise
@@ -120,10 +124,10 @@ def from_pretrained(
     with source:
         with group.together("making the plan"):
             model = build_empty(directory, source, dtype)
-        made = plan_together(model, group, with_attrs(plan, attrs), head, inputs)
+        made, forwards = plan_together(model, group, plan, head, inputs, attrs)
         check_agreement(group, source.digest())
         fill_from_source(model, made, source, group)
-    finish_rewrite(model, made, group, logits)
+    finish_rewrite(model, made, group, logits, forwards)
     return model.eval()
 
 
@@ -150,22 +154,25 @@ def unshard(model: nn.Module) -> nn.Module:
     for module in model.modules():
         restore_attributes(module)
         remove_fixes(module)
+        remove_forward(module)
     model.__dict__.pop("autotp_plan", None)
     return model
 
 
-def plan_together(model: nn.Module, group: TPGroup, plan: Any, head: str, inputs: Any) -> Plan:
-    """The plan that rank 0 makes and proves, on every rank; all must have asked for the same.
+def plan_together(
+    model: nn.Module, group: TPGroup, plan: Any, head: str, inputs: Any, attrs: Any
+) -> tuple[Plan, dict[str, Forward]]:
+    """The plan that rank 0 makes and proves, and the forwards that it needs, on every rank; all must have asked for the same.
 
     Raises:
         AutoTPError: rank 0 could make none, or ranks asked for different ones.
     """
-    asked = plan.digest() if isinstance(plan, Plan) else repr(plan)
-    check_alike(group, {"plan= arguments": asked, "head= arguments": head})
+    asked = plan.digest() if isinstance(plan, Plan) else repr(spell(plan))
+    check_alike(group, {"plan= arguments": asked, "head= arguments": head, "attrs= arguments": repr(spell(attrs))})
     made = failure = None
     if group.tp_rank == 0:
         try:
-            made = make_plan(model, group.tp_size, plan, head, inputs).to_json()
+            made = make_plan(model, group.tp_size, plan, head, inputs, attrs=attrs).to_json()
         except Exception as error:  # every rank has to hear of it
             failure = error
         gc.collect()  # what the proof ran on refers to itself: gone before the weights come
@@ -174,7 +181,7 @@ def plan_together(model: nn.Module, group: TPGroup, plan: Any, head: str, inputs
         raise failure
     if failed is not None:
         raise getattr(errors, failed[0], AutoTPError)(failed[1])
-    return Plan.from_json(text)
+    return Plan.from_json(text), hints_of(model, group.tp_size, plan, attrs).forwards
 
 
 # -- the change ---------------------------------------------------------------------------------------------------------
@@ -192,7 +199,7 @@ def cut_weights(model: nn.Module, plan: Plan, group: TPGroup) -> None:
         shard = of.get(id(parameter))
         if shard is not None or parameter.device != group.device:
             grad, parameter.grad = parameter.grad, None
-            parameter.data = source.read(name, shard, group.tp_rank, parameter.dtype, group.device)
+            set_data(parameter, source.read(name, shard, group.tp_rank, parameter.dtype, group.device))
             if grad is not None:
                 parameter.grad = take_part(grad, shard, group.tp_rank, grad.dtype, group.device)
     place_buffers(model, shards, group.tp_rank, group.device)
@@ -207,7 +214,7 @@ def join_weights(model: nn.Module) -> None:
             parameter, buffer = module._parameters.get(name), module._buffers.get(name)
             if parameter is not None and id(parameter) not in done:
                 parameter.grad = None
-                parameter.data = module.tp.all_gather(parameter.data, shard)
+                set_data(parameter, module.tp.all_gather(parameter.data, shard))
                 done[id(parameter)] = (parameter, parameter)
             elif buffer is not None:
                 if id(buffer) not in done:
@@ -217,9 +224,20 @@ def join_weights(model: nn.Module) -> None:
     restore_fast_paths(model)
 
 
-def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str) -> None:
+def set_data(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give a Parameter data of another shape, where a graph of an earlier forward may still be alive (old weight norm keeps one).
+
+    Such a graph keeps the node that takes the Parameter's gradients, of the shape that it was made for, and later forwards
+    would take it over; a change of dtype makes autograd drop it.
+    """
+    if data.shape != parameter.shape:
+        parameter.data = data.new_empty(0, dtype=torch.float64 if parameter.dtype == torch.float32 else torch.float32)
+    parameter.data = data
+
+
+def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str, forwards: Mapping[str, Forward]) -> None:
     """Swap the modules' forwards, and put hooks, guards and marks in place; the data is cut already."""
-    rewrite_modules(model, plan, group)
+    rewrite_modules(model, plan, group, forwards)
     model.__dict__["autotp_plan"] = plan
     install_entry(model, group, plan.head, plan.loss, logits)
     install_guards(save=save_pretrained)

@@ -5,8 +5,9 @@ No weight is touched and no process group needed: a model on meta is enough.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import transformers
@@ -15,22 +16,33 @@ from transformers import PreTrainedConfig
 
 from ..errors import PlanError, ProofError
 from . import plan as styles
-from .assemble import assemble_specs, check_plan, check_ties, finish_plan, list_whole, read_versions
-from .auto import Planner, Runs, record_runs
+from .assemble import assemble_specs, check_plan, check_ties, check_units, finish_plan, list_whole, read_versions
+from .auto import Planner
 from .cache import drop_plan, make_key, read_plan, write_plan
 from .draws import keep_random
 from .edges import edge_modules, edge_parameters, plan_edges, read_elsewhere
+from .forwards import prove_forward
+from .hints import Hints, check_given, check_used, read_hints
 from .plan import ModulePlan, Plan, Region
 from .prove import prove, try_rewrite
-from .reduce import Reduction
+from .reduce import Reduction, find_reduction
+from .runs import Runs, record_runs
 from .shadow import Shadow, empty_weights
 from .specs import Spec, expand_names, read_hf_plan, read_spec
 from .swap import rewrite_modules
 
+MOST_CALLS = 4  # of a module in one run of the model, to compare a replacement forward on
+
 
 @keep_random()
 def make_plan(
-    model_or_config: nn.Module | PreTrainedConfig, tp_size: int, plan: Any = "auto", head: str = "auto", inputs: Any = None
+    model_or_config: nn.Module | PreTrainedConfig,
+    tp_size: int,
+    plan: Any = "auto",
+    head: str = "auto",
+    inputs: Any = None,
+    few_units: str = "whole",
+    attrs: Any = None,
 ) -> Plan:
     """The plan for a model over `tp_size` ranks; touches no weight, so a config or a model on meta will do.
 
@@ -38,35 +50,70 @@ def make_plan(
         model_or_config: the model, or a transformers config (its class is then built on meta).
         tp_size: number of ranks.
         plan: "auto" to find it in the model itself; "hf" for the model's own Hugging Face plan; a dict of names or patterns to
-            a style or to `{style, parts, unit, attrs, reduce_dtype}`; or a `Plan`. Each is proved.
+            a style or to `{style, parts, unit, attrs, forward, reduce_dtype}`; or a `Plan`. Each is proved.
         head: "auto" splits the vocabulary of embedding and head; "whole" leaves the head (and a tied embedding) whole.
         inputs: example calls (keyword arguments of forward, or a list of them) that together run every part to be split;
             None makes them from the signature and the config of a transformers model.
+        few_units: what has fewer units (neurons, heads) than there are ranks is left "whole", or gathered, and the plan gives
+            the numbers; "refuse" raises instead.
+        attrs: hints for odd forward code, module name, pattern or class -> attribute ("config.name" too) -> its value on each
+            rank; what is not given is searched for. "forward" -> a function `(module, ...)` that stands for the module's own
+            forward: it is proved to compute the same, and a plan notes its name alone, so it is given again beside the plan.
 
     Raises:
         PlanError: what the plan names does not exist, is half a pair, or can't be dealt to `tp_size` ranks.
-        ProofError: a given plan does not compute what the model does.
+        ProofError: a given plan, or a hint, does not compute what the model does.
     """
     if not isinstance(tp_size, int) or tp_size < 1:
         raise PlanError(f"tp_size={tp_size!r} is not a number of ranks")
     if head not in ("auto", "whole"):
         raise PlanError(f"head={head!r} is neither 'auto' nor 'whole'")
+    if few_units not in ("whole", "refuse"):
+        raise PlanError(f"few_units={few_units!r} is neither 'whole' nor 'refuse'")
     model = build_on_meta(model_or_config) if isinstance(model_or_config, PreTrainedConfig) else model_or_config
+    made = _make_plan(model, tp_size, plan, head, inputs, attrs)
+    if few_units == "refuse":
+        check_units(made)
+    return made
+
+
+def _make_plan(model: nn.Module, tp_size: int, plan: Any, head: str, inputs: Any, attrs: Any) -> Plan:
+    hints = hints_of(model, tp_size, plan, attrs)
     if isinstance(plan, Plan):
         check_plan(model, plan, tp_size)
+        check_given(plan, hints)
         made = list_whole(model, plan)
     elif plan == "auto" if isinstance(plan, str) else False:
-        return _find_kept(model, tp_size, head) if inputs is None and tp_size > 1 else _discover(model, tp_size, head, inputs)
+        if inputs is None and tp_size > 1 and not hints:
+            return _find_kept(model, tp_size, head)
+        return _discover(model, tp_size, head, inputs, hints)
     elif plan == "hf" if isinstance(plan, str) else False:
         specs = expand_names(model, {key: {"style": style} for key, style in read_hf_plan(model).items()}, source="hf")
-        made = assemble_specs(model, tp_size, specs, head, source="hf")
+        made = assemble_specs(model, tp_size, specs, head, "hf", hints)
     elif isinstance(plan, Mapping):
-        specs = expand_names(model, {key: read_spec(key, value) for key, value in plan.items()}, source="caller")
-        made = assemble_specs(model, tp_size, specs, head, source="caller")
+        made = assemble_specs(model, tp_size, read_specs(model, plan), head, "caller", hints)
     else:
         raise PlanError(f"plan={plan!r} is not 'auto', 'hf', a dict of names to styles, or a Plan")
     check_ties(model, made)
-    return _prove_given(model, made, inputs)
+    return _prove_given(model, made, inputs, hints)
+
+
+def hints_of(model: nn.Module, tp_size: int, plan: Any, attrs: Any) -> Hints:
+    """The hints in what a caller asked for: `attrs=`, and a dict's own.
+
+    Raises:
+        PlanError: they do not fit the model.
+    """
+    return read_hints(model, tp_size, attrs, read_specs(model, plan) if isinstance(plan, Mapping) else None)
+
+
+def read_specs(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Spec]:
+    """A caller's dict by full name.
+
+    Raises:
+        PlanError: it names what does not exist.
+    """
+    return expand_names(model, {key: read_spec(key, value) for key, value in plan.items()}, source="caller")
 
 
 def _find_kept(model: nn.Module, tp_size: int, head: str) -> Plan:
@@ -76,7 +123,7 @@ def _find_kept(model: nn.Module, tp_size: int, head: str) -> Plan:
     if kept is not None and _still_proves(model, kept, tp_size):
         return kept
     drop_plan(key)
-    made = _discover(model, tp_size, head, None)
+    made = _discover(model, tp_size, head, None, Hints())
     write_plan(key, made)
     return made
 
@@ -85,25 +132,48 @@ def _still_proves(model: nn.Module, plan: Plan, tp_size: int) -> bool:
     try:
         check_plan(model, plan, tp_size)
         check_ties(model, plan)
-        return not plan.modules or _prove_on_calls(model, plan, None).proof == "proved"
+        return not plan.modules or _prove_on_calls(model, plan, None, Hints()).proof == "proved"
     except Exception:  # whatever a plan that fits no longer runs into: it is discovered anew
         return False
 
 
-def _discover(model: nn.Module, tp_size: int, head: str, inputs: Any) -> Plan:
-    """The plan found in the model itself; nothing in it that is not proved."""
+def _discover(model: nn.Module, tp_size: int, head: str, inputs: Any, hints: Hints) -> Plan:
+    """The plan found in the model itself, with the caller's hints; nothing in it that is not proved.
+
+    Raises:
+        PlanError, ProofError: a hint does not prove, or nothing that it is about can be split.
+    """
     if tp_size == 1:
         return finish_plan(model, tp_size, (), (), {}, None)
-    runs = record_runs(model, inputs)
+    prove_forwards(model, inputs, hints)
+    runs = record_runs(model, inputs, hints.fit(find_reduction(model)), hints.forwards)
     whole: dict[str, str] = dict.fromkeys(read_elsewhere(model, runs.records), "its weight is read outside its forward")
     try:
-        return _discover_beside(model, runs, tp_size, head, inputs, whole)
+        made = _discover_beside(model, runs, tp_size, head, inputs, whole, hints)
     except ProofError as error:  # nothing proves: not even the vocabulary alone
         whole |= dict.fromkeys(edge_modules(model), f"not proved: {error}")
-        return _discover_beside(model, runs, tp_size, head, inputs, whole)
+        made = _discover_beside(model, runs, tp_size, head, inputs, whole, hints)
+    check_used(made, hints)
+    return made
 
 
-def _discover_beside(model: nn.Module, runs: Runs, tp_size: int, head: str, inputs: Any, whole: dict[str, str]) -> Plan:
+def prove_forwards(model: nn.Module, inputs: Any, hints: Hints) -> None:
+    """Compare every replacement forward with what it stands for, on the arguments that the model's own run gives it.
+
+    Raises:
+        PlanError, ProofError: no example call runs one, or it computes something else.
+    """
+    if not hints.forwards:
+        return
+    runs = record_runs(model, inputs, hints.fit(find_reduction(model)))
+    for name in filter(runs.reduction.holds, hints.forwards):
+        calls = [call for record in runs.records for call in record.module_calls.get(name, [])[:MOST_CALLS]]
+        prove_forward(runs.shadow, name, hints.forwards[name], calls)
+
+
+def _discover_beside(
+    model: nn.Module, runs: Runs, tp_size: int, head: str, inputs: Any, whole: dict[str, str], hints: Hints
+) -> Plan:
     """The plan of everything but the modules `whole`, name -> why.
 
     Raises:
@@ -118,21 +188,46 @@ def _discover_beside(model: nn.Module, runs: Runs, tp_size: int, head: str, inpu
         planned = tuple(sorted({**modules, **edges}.values(), key=lambda module: order[module.name]))
         return finish_plan(model, tp_size, planned, regions, {**reasons, **why}, head_name)
 
-    sizes = count_parameters(model)
+    sizes, rewrite = count_parameters(model), partial(rewrite_modules, forwards=hints.forwards)
     try:
-        planner = Planner(runs, tp_size, edge_parameters(model), sizes, assemble, rewrite_modules)
+        planner = Planner(runs, tp_size, edge_parameters(model), sizes, assemble, rewrite, hints)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         why = f"its backward does not run in evaluation: {' '.join(str(error).split())[:120]}"
         return replace(finish_plan(model, tp_size, (), (), {"": why}, None), proof=f"not proved: {why}")
     made = planner.plan()
     if runs.reduction.crosses(made.regions):
-        every = record_runs(model, inputs, reduce=False)
+        runs = record_runs(model, inputs, False, hints.forwards)
         try:
-            prove(every.shadow, made, every.references(), rewrite_modules)
+            prove(runs.shadow, keep_modules(made, runs.reduction) or made, runs.references(), rewrite)
         except (ProofError, PlanError):
-            made = Planner(every, tp_size, edge_parameters(model), sizes, assemble, rewrite_modules).plan()
+            made = Planner(runs, tp_size, edge_parameters(model), sizes, assemble, rewrite, hints).plan()
     check_ties(model, made)
+    _prove_own_kernel(made, runs, rewrite)
     return made
+
+
+def _prove_own_kernel(plan: Plan, runs: Runs, rewrite: Callable[..., None]) -> None:
+    """Prove once more with the model's own attention implementation, which may read other things than plain attention.
+
+    Raises:
+        ProofError: under it the plan does not compute what the model does.
+    """
+    again = runs.with_own_kernel()
+    if again is None:
+        return
+    references = again.references()
+    try:
+        prove(again.shadow, keep_modules(plan, again.reduction) or plan, references, rewrite)
+    except ProofError as error:
+        try:
+            prove(again.shadow, replace(plan, modules=(), regions=()), references, rewrite)
+        except ProofError:  # the whole model does not compute the same twice: rows that are masked altogether, say
+            return
+        name = getattr(runs.recording.model.config, "_attn_implementation", None)
+        raise ProofError(
+            f"the plan proves with plain attention, but not with the model's own, {name}: {error}. Load the model with "
+            f"attn_implementation='eager', or another that reads no whole widths."
+        ) from error
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:
@@ -144,7 +239,7 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def _prove_given(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
+def _prove_given(model: nn.Module, plan: Plan, inputs: Any, hints: Hints) -> Plan:
     """`plan`, proved, or marked as not proved where no example call runs.
 
     Raises:
@@ -152,30 +247,53 @@ def _prove_given(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
     """
     if not plan.modules:
         return plan
-    try_rewrite(Shadow(model), plan, rewrite_modules)
-    return plan if plan.tp_size == 1 else _prove_on_calls(model, plan, inputs)
+    try_rewrite(Shadow(model), plan, partial(rewrite_modules, forwards=hints.forwards))
+    prove_forwards(model, inputs, hints)
+    return plan if plan.tp_size == 1 else _prove_on_calls(model, plan, inputs, hints)
 
 
-def _prove_on_calls(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
+def _prove_on_calls(model: nn.Module, plan: Plan, inputs: Any, hints: Hints) -> Plan:
     """As `_prove_given`, for a plan whose modules are known to take their parts."""
     try:
-        runs = record_runs(model, inputs)
+        runs = record_runs(model, inputs, forwards=hints.forwards)
         kept = keep_modules(plan, runs.reduction)
         if kept is None or runs.reduction.crosses(plan.regions):  # layers that are not planned each by itself are all run
-            runs = record_runs(model, inputs, reduce=False)
-            kept = plan
+            runs = record_runs(model, inputs, False, hints.forwards)
+            kept = keep_modules(plan, runs.reduction)
+        if kept is None:  # members of what a forward picks from differ: each kind of them has to run
+            runs = record_runs(model, inputs, False, hints.forwards, lambda name: repr(_member_plans(plan, name)))
+            kept = keep_modules(plan, runs.reduction) or plan
     except PlanError as error:
         if inputs is not None:
             raise
         return replace(plan, proof=f"not proved: {error}")
+    rewrite, runs = partial(rewrite_modules, forwards=hints.forwards), runs.with_cut_maps(kept)
     try:
-        prove(runs.shadow, kept, runs.references(), rewrite_modules)
+        prove(runs.shadow, kept, runs.references(), rewrite)
     except ProofError as error:
         raise ProofError(
             f"the plan does not compute what {type(model).__name__} does: {error}. Every linear that meets the split ones must "
             f"be in the plan (a sibling is missing?), or that module's attributes edited; plan='auto' finds a plan that fits."
         ) from error
-    return replace(plan, proof="proved")
+    _prove_own_kernel(plan, runs, rewrite)
+    unrun = [m.name for m in kept.modules if m.style in styles.CALLED_STYLES and m.name not in runs.ran]
+    for name in unrun:
+        if any(name.startswith(f"{own}.") for own in runs.reduction.shared):
+            raise ProofError(
+                f"{name} is planned otherwise than its like, and no example call runs it: plan all of them alike, or pass "
+                f"inputs= that reach it"
+            )
+    return replace(plan, proof="proved" if not unrun else f"proved but for what no example call runs: {', '.join(unrun)}")
+
+
+def _member_plans(plan: Plan, name: str) -> list[ModulePlan]:
+    """What a plan says of module `name` and those in it, by their names in there."""
+    inside = [m for m in plan.modules if m.name == name or m.name.startswith(f"{name}.")]
+    return [_compared(replace(m, name=m.name[len(name) :])) for m in inside]
+
+
+def _compared(module: ModulePlan) -> ModulePlan:
+    return replace(module, siblings=None if module.siblings is None else "", source="", why="")
 
 
 def keep_modules(plan: Plan, reduction: Reduction) -> Plan | None:
@@ -183,11 +301,7 @@ def keep_modules(plan: Plan, reduction: Reduction) -> Plan | None:
     kept = {m.name: m for m in plan.modules if reduction.holds(m.name)}
     regions = tuple(r for r in plan.regions if all(map(reduction.holds, (r.scope, *r.columns, *r.rows))))
     grown, _ = reduction.expand(kept, ())
-
-    def compared(module: ModulePlan) -> ModulePlan:
-        return replace(module, siblings=None if module.siblings is None else "", source="", why="")
-
-    if {n: compared(m) for n, m in grown.items()} != {m.name: compared(m) for m in plan.modules}:
+    if {n: _compared(m) for n, m in grown.items()} != {m.name: _compared(m) for m in plan.modules}:
         return None
     return replace(plan, modules=tuple(kept.values()), regions=regions)
 
@@ -206,6 +320,3 @@ def build_on_meta(config: PreTrainedConfig) -> nn.Module:
                 model = transformers.AutoModel.from_config(config)
     model.tie_weights()  # accelerate gives every name a Parameter of its own
     return model
-
-
-# -- putting a plan together --------------------------------------------------------------------------------------------

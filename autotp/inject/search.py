@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,10 @@ class Search:
         references: Sequence[Reference],
         rewrite: Rewrite,
         share: float = 1.0,
+        fixed: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """`share`: of the time that a search may take."""
+        """`share`: of the time that a search may take; `fixed`: module -> attributes that the caller gave values."""
+        self.fixed = fixed or {}
         self.tables, self.region, self.tp_size = placement.tables, region, plan.tp_size
         self.scope = placement.scope(region)
         self.references = references
@@ -284,7 +286,8 @@ class Search:
             with running(), torch.no_grad(), Interceptor(self.tables.shadow, whole.respond):
                 self.tables.shadow.model.get_submodule(self.scope)(*args, **kwargs)
         del scope
-        return {place: value for place, value in seen.items() if f"{place[0]}.weight" not in self.sites}
+        free = {(name, key): value for (name, key), value in seen.items() if key not in self.fixed.get(name, {})}
+        return {place: value for place, value in free.items() if f"{place[0]}.weight" not in self.sites}
 
     def _note_all(self) -> list[dict[tuple[CallPlace, int], Noted]]:
         """The shapes and values in the whole module's run, for each reference."""

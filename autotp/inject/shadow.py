@@ -31,8 +31,14 @@ class Shadow:
     """
 
     def __init__(
-        self, model: nn.Module, seed: int = 0, buffers_need_grad: bool = True, reduction: Reduction | None = None
+        self,
+        model: nn.Module,
+        seed: int = 0,
+        buffers_need_grad: bool = True,
+        reduction: Reduction | None = None,
+        own_kernel: bool = False,
     ) -> None:
+        """`own_kernel`: attention stays in the implementation that the model's config names."""
         generator = torch.Generator().manual_seed(seed)
         memo: dict[int, Any] = {}
         for name, parameter in model.named_parameters():
@@ -49,11 +55,12 @@ class Shadow:
         self.model = copy_model(model, memo).eval()
         if reduction is not None:
             reduction.apply(self.model)
-        _prepare_config(self.model)
+        _prepare_config(self.model, own_kernel)
         _shorten_scans(self.model)
         self.generator = generator
         self.real: dict[int, nn.Parameter] = {}
         self.transparent: set[str] = set()
+        self.owners: dict[frozenset[str], str | None] = {}  # what a weight is computed from -> whose columns it has
         self.index()
 
     def index(self) -> None:
@@ -63,13 +70,20 @@ class Shadow:
         for name, parameter in self.model.named_parameters():
             self.names[_storage(parameter)] = name
             self.parameters[name] = parameter
-        self.buffers = {_storage(b): name for name, b in self.model.named_buffers() if b.is_floating_point() and b.numel()}
+        self.buffers = {_storage(b): name for name, b in self.model.named_buffers() if b.numel()}
 
     def find(self, tensor: Any) -> str | None:
         """Name of the Parameter that `tensor` is, or is a view of."""
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             return None
         return self.names.get(_storage(tensor))
+
+    def origin(self, tensor: Tensor) -> str | None:
+        """Name of the Parameter or buffer that `tensor` is, or is a view of."""
+        if tensor.layout != torch.strided:
+            return None
+        key = _storage(tensor)
+        return self.names.get(key) or self.buffers.get(key)
 
     def fill(self, tensor: Tensor) -> Tensor:
         """The same view of a stand-in with numbers, for an operation that is no site."""
@@ -133,7 +147,10 @@ def _rebind(function: types.FunctionType, memo: dict[int, Any]) -> types.Functio
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:  # inside vmap, where no Parameter is passed
+        return 0
 
 
 def _stand_in(name: str, parameter: Tensor, generator: torch.Generator, kept: bool) -> Tensor:
@@ -184,7 +201,7 @@ def _compute_buffers(model: nn.Module) -> dict[str, Tensor]:
     return dict(twin.named_buffers(remove_duplicate=False))
 
 
-def _prepare_config(model: nn.Module) -> None:
+def _prepare_config(model: nn.Module, own_kernel: bool) -> None:
     """Eager attention and eager experts, so that every rank's arithmetic is plain to see; on the copy's own configs."""
     seen: set[int] = set()
     for module in model.modules():
@@ -192,9 +209,9 @@ def _prepare_config(model: nn.Module) -> None:
         if config is None or id(config) in seen:
             continue
         seen.add(id(config))
-        for key, value in (("_attn_implementation_internal", "eager"), ("_experts_implementation_internal", "eager")):
+        for key in ("_attn_implementation_internal", "_experts_implementation_internal")[own_kernel:]:
             if hasattr(config, key):
-                object.__setattr__(config, key, value)
+                object.__setattr__(config, key, "eager")
 
 
 def _shorten_scans(model: nn.Module) -> None:

@@ -15,10 +15,7 @@ from . import plan as styles
 Spec = dict[str, Any]
 
 
-SPEC_KEYS = {"style", "parts", "unit", "attrs", "reduce_dtype"}
-
-
-NOT_BUILT_SPEC_KEYS = {"forward": "replacement forwards"}
+SPEC_KEYS = {"style", "parts", "unit", "attrs", "forward", "reduce_dtype"}
 
 
 def read_hf_plan(model: nn.Module) -> dict[str, str]:
@@ -46,8 +43,6 @@ def read_spec(key: str, value: Any) -> Spec:
     if spec is None:
         raise PlanError(f"plan[{key!r}] is {value!r}: expected a style or {{'style': ..., 'parts': ..., 'unit': ...}}")
     for name in spec:
-        if name in NOT_BUILT_SPEC_KEYS:
-            raise PlanError(f"plan[{key!r}]: {NOT_BUILT_SPEC_KEYS[name]} ({name}=) are not built yet")
         if name not in SPEC_KEYS:
             raise PlanError(f"plan[{key!r}] has {name!r}; known keys are {sorted(SPEC_KEYS)}")
     style = spec.setdefault("style", "replicate")

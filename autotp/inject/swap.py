@@ -40,6 +40,7 @@ from ..layers.siblings import SiblingInput
 from . import plan as styles
 from .attributes import set_attributes
 from .callsites import apply_fixes, remove_fixes
+from .forwards import Forward, find_forward, replace_forward
 from .plan import ModulePlan, Plan
 
 Shared = Mapping[str, SiblingInput]
@@ -63,11 +64,11 @@ STATE = ("tp", "shards", "full_name", "owned_indices", "autotp_border", "autotp_
 LINEAR_STATE = ("run", "siblings", "ends", "gather_output", "split_input", "reduce_dtype", "columns", "keep_sharded")
 
 
-def rewrite_modules(model: nn.Module, plan: Plan, group: TPGroup) -> None:
-    """Give every module of the plan its sharded forward.
+def rewrite_modules(model: nn.Module, plan: Plan, group: TPGroup, forwards: Mapping[str, Forward] | None = None) -> None:
+    """Give every module of the plan its sharded forward; `forwards` are the replacement forwards that it speaks of.
 
     Raises:
-        PlanError: a module is not of the kind that its style needs.
+        PlanError: a module is not of the kind that its style needs, or its replacement forward is missing.
     """
     members: dict[str, int] = {}
     for entry in plan.modules:
@@ -76,7 +77,10 @@ def rewrite_modules(model: nn.Module, plan: Plan, group: TPGroup) -> None:
     dtypes = {entry.siblings: _dtype(entry) for entry in plan.modules if entry.siblings}
     shared = {key: SiblingInput(group, count, dtypes[key]) for key, count in members.items()}
     for entry in plan.modules:
-        rewrite_module(model.get_submodule(entry.name), entry, plan, group, shared)
+        module = model.get_submodule(entry.name)
+        if entry.forward is not None:
+            replace_forward(module, entry.name, find_forward(forwards or {}, entry.name, entry.forward))
+        rewrite_module(module, entry, plan, group, shared)
     disable_fast_paths(model)
     last = {plan[name].siblings: region for region in plan.regions for name in region.columns if name in plan.by_name}
     for region in plan.regions:
@@ -105,6 +109,10 @@ def rewrite_module(module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, s
     wanted = [install for install, wants in kinds.items() if wants]
     if len(wanted) > 1:
         raise PlanError(f"{entry.name}: the plan says style {entry.style}, norm {entry.norm} and columns {entry.columns} at once")
+    if wanted and entry.forward:
+        raise PlanError(
+            f"{entry.name}: as {entry.style} it gets a forward of its own, and can't have {entry.forward}: leave it out"
+        )
     border = make_border(module, entry, group.tp_rank)
     if wanted or border or entry.shards:
         check_names(module, entry.name)

@@ -201,6 +201,16 @@ def select_columns(grad: Tensor, call: Call, indices: Tensor) -> Tensor:
     return grad * spread(mask, grad, call.x_axes)
 
 
+def select_weights(grad: Tensor, call: Call, indices: Tensor) -> Tensor:
+    """`grad`, of a computed weight's shape, with zeros outside the Parameter's input columns `indices` (int64)."""
+    assert call.op is not None
+    (dim,) = call.op.w_in
+    mask = torch.zeros(grad.shape[dim], dtype=grad.dtype)
+    inside = indices - call.x_start
+    mask[inside[(inside >= 0) & (inside < len(mask))]] = 1
+    return grad * spread(mask, grad, (dim - grad.ndim,))
+
+
 def axes_shape(tensor: Tensor, axes: Iterable[int]) -> list[int]:
     """Sizes of `tensor` along `axes`."""
     return [tensor.shape[axis] for axis in axes]

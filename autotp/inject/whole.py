@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from .gathered import splits_alone
 from .placement import Placement
 from .prove import Reference
-from .reduce import Reduction
 
 UNRUN = "no example call runs it"
 LOOKUP = "a lookup table, whose columns no region takes"
@@ -16,8 +15,8 @@ NO_LAYER = "no region takes it, and it is no layer of its own whose output could
 NO_MAP = "not the weight of a linear map"
 
 
-def explain_whole(placement: Placement, references: Sequence[Reference], reduction: Reduction) -> dict[str, str]:
-    """Parameter name -> why it is whole, if it is: for all of two dims or more, those of dropped layers too."""
+def explain_whole(placement: Placement, references: Sequence[Reference]) -> dict[str, str]:
+    """Parameter name -> why it is whole, if it is: for all of two dims or more."""
     tables, shadow = placement.tables, placement.tables.shadow
     kinds = {key[0]: key for key in tables.sites}
     found = {}
@@ -32,14 +31,4 @@ def explain_whole(placement: Placement, references: Sequence[Reference], reducti
             leaf = shadow.leaf(name)
             run = any(reference.parameter_grads.get(name) is not None for reference in references)
             found[name] = NO_MAP if run or not (leaf.is_meta or leaf.requires_grad) else UNRUN
-    return spread(found, reduction)
-
-
-def spread(reasons: Mapping[str, str], reduction: Reduction) -> dict[str, str]:
-    """`reasons`, those of layers that stand for dropped ones given to these too."""
-    found = dict(reasons)
-    for own, members in reduction.dropped.items():
-        for number, stands in members.items():
-            old, new = f"{own}.{stands}.", f"{own}.{number}."
-            found |= {new + name[len(old) :]: why for name, why in reasons.items() if name.startswith(old)}
     return found

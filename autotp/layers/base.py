@@ -92,6 +92,14 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, TensorParallel_Laye
             yield name, module
 
 
+def held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """`(name, Parameter)` once for each module that holds it: a tied one under several names, but no module under two."""
+    for name, module in model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                yield (f"{name}.{leaf}" if name else leaf), parameter
+
+
 def find_group(model: nn.Module) -> TPGroup | None:
     """The TPGroup of the first rewritten module below `model`; None if it has none."""
     return next((module.tp for _, module in sharded_modules(model)), None)

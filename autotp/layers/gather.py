@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..comm import TPGroup
 from ..errors import GatherError
@@ -194,7 +195,8 @@ def _refuse_forwards(whole: _Whole) -> None:
     for module, name in whole.places:
         gathered = module.__dict__.setdefault("gathered", _Gathered(forward=module.__dict__.get("forward")))
         gathered.add(name)
-        module.__dict__["forward"] = partial(_raise_gathered, whole.name)
+        if not isinstance(module, ParametrizationList):  # its forward computes a layer's weight from what it holds: the whole
+            module.__dict__["forward"] = partial(_raise_gathered, whole.name)
 
 
 def _restore(whole: _Whole) -> None:
@@ -206,7 +208,8 @@ def _restore(whole: _Whole) -> None:
         gathered = module.__dict__["gathered"]
         gathered.discard(name)
         if not gathered:
-            del module.__dict__["gathered"], module.__dict__["forward"]
+            del module.__dict__["gathered"]
+            module.__dict__.pop("forward", None)
             if gathered.forward is not None:
                 module.__dict__["forward"] = gathered.forward
 

@@ -1,6 +1,7 @@
 """The proof finds every wrong plan: one control for each thing that a plan says."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -17,13 +18,24 @@ BUILD = {
     "deepseek_v3": dict(MLA, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32),
     "mixtral": EXPERTS,
     "gpt_oss": EXPERTS,
+    "recurrent_gemma": dict(block_types=["recurrent"]),
     "gpt2": dict(n_embd=64, n_head=8, n_layer=2, n_positions=64),
     "bloom": dict(n_layer=2, n_head=8),
 }
 
 
+@cache
 def build(family):
     return tiny(family, **BUILD.get(family, {}))
+
+
+@cache
+def find_plan(family, tp_size):
+    """The plan of a family, which can be given back."""
+    plan = make_plan(build(family), tp_size)
+    assert plan.proof == "proved"
+    assert make_plan(build(family), tp_size, plan=plan) == plan  # proved again
+    return plan
 
 
 def change(plan, ending, **fields):
@@ -33,14 +45,14 @@ def change(plan, ending, **fields):
     return replace(plan, modules=tuple(replace(m, **new) if m is module else m for m in plan.modules))
 
 
-def recut(edit):
-    """A change of the weight's shard: `edit` takes and gives the ranks' lists of indices."""
+def recut(edit, name="weight"):
+    """A change of a parameter's shard: `edit` takes and gives the ranks' lists of indices."""
 
     def make(module):
-        shard = module.shards["weight"]
+        shard = module.shards[name]
         (cut,) = shard.cuts
         indices = edit([cut.indices(rank).tolist() for rank in range(shard.tp_size)])
-        return {**module.shards, "weight": Shard.from_indices(shard.shape, cut.dim, indices)}
+        return {**module.shards, name: Shard.from_indices(shard.shape, cut.dim, indices)}
 
     return make
 
@@ -82,6 +94,7 @@ CONTROLS = {
     "an argument left whole": ("bloom", 2, "self_attention", {"inputs": ()}),
     "a norm over its own columns": ("olmo2", 2, "q_norm", {"norm": None}),
     "an embedding not summed": ("llama", 2, "embed_tokens", {"style": "local_params"}),
+    "another head's map": ("recurrent_gemma", 2, "rg_lru", {"shards": recut(lambda i: i[::-1], "input_gate_weight")}),
     "another epsilon": ("olmo2", 2, "q_norm", {"norm": lambda m: replace(m.norm, eps=1e-2)}),
 }
 
@@ -89,10 +102,7 @@ CONTROLS = {
 @pytest.mark.parametrize("case", list(CONTROLS))
 def test_a_wrong_plan_is_refused(case):
     family, tp_size, ending, fields = CONTROLS[case]
-    model = build(family)
-    plan = make_plan(model, tp_size)
-    assert plan.proof == "proved"
-    assert make_plan(model, tp_size, plan=plan) == plan  # proved again
+    model, plan = build(family), find_plan(family, tp_size)
     wrong = change(plan, ending, **fields)
     assert wrong != plan, "the control changes nothing"
     with pytest.raises(autotp.errors.ProofError):
@@ -101,7 +111,7 @@ def test_a_wrong_plan_is_refused(case):
 
 def test_a_head_of_another_style_is_refused():
     model = build("llama")
-    wrong = change(make_plan(model, 2), "lm_head", style="colwise")
+    wrong = change(find_plan("llama", 2), "lm_head", style="colwise")
     with pytest.raises(autotp.errors.PlanError, match="lm_head is the plan's head, which gathers"):
         make_plan(model, 2, plan=wrong)
 

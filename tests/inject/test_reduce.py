@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.inject.auto import record_runs
 from autotp.inject.reduce import find_reduction
 from autotp.inject.rules import make_plan
+from autotp.inject.runs import record_runs
 from tests.models import tiny
 
 

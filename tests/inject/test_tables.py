@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from autotp.inject import discover, tables
-from autotp.inject.auto import record_runs
 from autotp.inject.discover import find_grouped_maps, find_shared_maps
 from autotp.inject.record import Recorder
 from autotp.inject.regions import deal_aligned
 from autotp.inject.rules import make_plan
+from autotp.inject.runs import record_runs
 from autotp.inject.shadow import Shadow
 from tests.models import tiny
 

@@ -1,0 +1,184 @@
+"""Example calls of a model, recorded on its shadow: on a few of its layers and experts where these stand for the others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import AutoTPError, PlanError
+from .discover import MOST_FILLED
+from .examples import make_examples
+from .forwards import Forward, replace_forward
+from .plan import Plan
+from .prove import Reference, make_reference
+from .record import Record, Recorder
+from .reduce import Reduction, find_reduction, share_unrun
+from .shadow import Shadow
+
+SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: no plan may hold for one shape alone
+WIDE_SHAPES = ((2, 5), (3, 4))  # the same for models of more than WIDE parameters, whose activations take the memory
+WIDE = 10**9
+SHARE_ROUNDS = 3  # other modules in one layer can change what the next one picks
+
+
+@dataclass
+class Runs:
+    """A model's example calls, recorded on its shadow."""
+
+    shadow: Shadow
+    reduction: Reduction
+    calls: list[dict[str, Any]]
+    records: list[Record]
+    recording: Recording
+
+    @property
+    def ran(self) -> set[str]:
+        """Names of the modules that some call runs, and of those whose Parameters it uses without them."""
+        sites = {key[0].rpartition(".")[0] for record in self.records for key in record.sites}
+        return sites.union(*(record.module_calls for record in self.records))
+
+    def references(self) -> list[Reference]:
+        """The recorded calls with cotangents pulled back, for the proof."""
+        return [make_reference(self.shadow, c, r, i) for i, (c, r) in enumerate(zip(self.calls, self.records, strict=True))]
+
+    def with_cut_maps(self, plan: Plan) -> Runs:
+        """The same calls, maps of which `plan` cuts neither inputs nor outputs (one map a head, say) seen as plain Parameters."""
+        names = set()
+        for site in (site for record in self.records for site in record.sites.values() if site.parameter in plan.shards):
+            shard = plan.shards[site.parameter]
+            between = any(cut.dim not in (*site.in_dims, *site.out_dims) for cut in shard.cuts)
+            if between and site.kind != "embedding" and prod(shard.shape) <= MOST_FILLED:
+                names.add(site.parameter)
+        if not names:
+            return self
+        return replace(self.recording, inputs=self.calls, transparent=frozenset(names)).run(self.reduction)
+
+    def with_own_kernel(self) -> Runs | None:
+        """The first call with the attention that the config names; None if that is plain attention or does not run here."""
+        configs = [getattr(module, "config", None) for module in self.recording.model.modules()]
+        if all(getattr(config, "_attn_implementation", None) in (None, "eager") for config in configs):
+            return None
+        try:
+            own = replace(self.recording, own_kernel=True, inputs=self.calls[:1], transparent=frozenset(self.shadow.transparent))
+            return own.run(self.reduction)
+        except Exception:  # made for a GPU, say
+            return None
+
+
+def record_runs(
+    model: nn.Module,
+    inputs: Any = None,
+    reduce: bool = True,
+    forwards: Mapping[str, Forward] | None = None,
+    tell: Callable[[str], Any] | None = None,
+) -> Runs:
+    """Record the example calls `inputs` (a call's keyword arguments, or a list of them), or calls made from the signature.
+
+    Args:
+        reduce: whether layers may stand for others.
+        forwards: they stand for those of the modules that they are named by.
+        tell: of a module's name, what like modules must have in common to share one where a forward runs only some of them.
+
+    Raises:
+        PlanError: no call runs.
+    """
+    reduction = find_reduction(model) if reduce else Reduction({})
+    recording = Recording(model, inputs, forwards or {})
+    for chosen in [reduction, replace(reduction, emptied=False), Reduction({})] if reduction else [reduction]:
+        try:
+            return recording.run_shared(chosen, tell)
+        except Exception:
+            if not chosen:  # neither with layers that do nothing nor without them: then all are recorded
+                raise
+    raise AssertionError
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What is recorded: which model's calls, with which forwards in place of their own, and with whose attention kernel.
+
+    Attributes:
+        own_kernel: attention runs in the implementation that the model's config names, not in plain arithmetic.
+        transparent: names of linear maps that are seen as plain Parameters.
+    """
+
+    model: nn.Module
+    inputs: Any
+    forwards: Mapping[str, Forward]
+    own_kernel: bool = False
+    transparent: frozenset[str] = frozenset()
+
+    def run_shared(self, reduction: Reduction, tell: Callable[[str], Any] | None) -> Runs:
+        """The calls, like modules sharing a few where not all of them ran."""
+        runs = self.run(reduction)
+        for _ in range(SHARE_ROUNDS):
+            chosen = share_unrun(self.model, runs.reduction, runs.ran, tell)
+            if chosen.shared == runs.reduction.shared:
+                break
+            runs = self.run(chosen)
+        return runs
+
+    def run(self, reduction: Reduction) -> Runs:
+        try:
+            return self._run(self._make_shadow(reduction, True), reduction)
+        except AutoTPError:
+            raise
+        except RuntimeError as error:  # a buffer that is written in place can't take a gradient
+            if "requires grad" not in str(error):
+                raise
+        return self._run(self._make_shadow(reduction, False), reduction)
+
+    def _make_shadow(self, reduction: Reduction, buffers_need_grad: bool) -> Shadow:
+        shadow = Shadow(self.model, 0, buffers_need_grad, reduction, self.own_kernel)
+        shadow.transparent |= self.transparent
+        for name in filter(reduction.holds, self.forwards):
+            replace_forward(shadow.model.get_submodule(name), name, self.forwards[name])
+        return shadow
+
+    def _run(self, shadow: Shadow, reduction: Reduction) -> Runs:
+        calls: list[dict[str, Any]] = []
+        records: list[Record] = []
+
+        def run(call: dict[str, Any]) -> None:
+            call = {key: widen(value) for key, value in call.items()}
+            recorder = Recorder(shadow, len(records))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                recorder.run(call)
+            if not recorder.record.sites:
+                raise PlanError("no linear map of a Parameter was seen")
+            calls.append(call)
+            records.append(recorder.record)
+
+        if self.inputs is not None:
+            for call in [self.inputs] if isinstance(self.inputs, dict) else self.inputs:
+                run(dict(call))
+        else:
+            wide = sum(parameter.numel() for parameter in self.model.parameters()) > WIDE
+            for seed, (batch, length) in enumerate(WIDE_SHAPES if wide else SHAPES):
+                first = len(calls)
+                make_examples(self.model, batch, length, seed, run)
+                drop_repeats(calls, records, first)
+        return Runs(shadow, reduction, calls, records, self)
+
+
+def drop_repeats(calls: list[dict[str, Any]], records: list[Record], first: int) -> None:
+    """Drop calls from number `first` on that run no site which the others do not run."""
+    for number in range(len(calls) - 1, first, -1):
+        others = {key for i, record in enumerate(records) if first <= i != number for key in record.sites}
+        if set(records[number].sites) <= others:
+            del calls[number], records[number]
+
+
+def widen(value: Any) -> Any:
+    """Floating tensors in a nest of dicts, lists and tuples as float64, which is what shadows compute in."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().double() if value.is_floating_point() else value.cpu()
+    if type(value) in (list, tuple):
+        return type(value)(widen(v) for v in value)
+    return {k: widen(v) for k, v in value.items()} if type(value) is dict else value

@@ -1,0 +1,65 @@
+"""The proof runs the model's own attention implementation too, not plain attention alone."""
+
+import pytest
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from autotp.errors import ProofError
+from autotp.inject.rules import make_plan
+from tests.models import tiny
+
+CALLS = []
+
+
+def plain(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    CALLS.append(query.shape[1])
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    weights = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        weights = weights + attention_mask[..., : key.shape[2]]
+    return (weights.softmax(-1) @ value).transpose(1, 2), None
+
+
+def reads_the_config(module, query, *args, **kwargs):
+    """Right for a whole model only."""
+    out, _ = plain(module, query, *args, **kwargs)
+    return out * (module.config.num_attention_heads / query.shape[1]), None
+
+
+@pytest.fixture
+def register(monkeypatch):
+    def put(function):
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "made_here", function)
+        monkeypatch.setenv("AUTOTP_CACHE", "off")
+        CALLS.clear()
+        return tiny("llama", num_hidden_layers=1, attn_implementation="made_here")
+
+    return put
+
+
+def test_the_own_implementation_is_proved_too(register):
+    model = register(plain)
+    plan = make_plan(model, 2)
+    heads = model.config.num_attention_heads
+    assert plan.proof == "proved" and {heads, heads // 2} == set(CALLS)
+    CALLS.clear()
+    assert make_plan(model, 2, plan=plan).proof == "proved" and {heads, heads // 2} == set(CALLS)
+
+
+@pytest.mark.parametrize("plan", ["auto", "hf"])
+def test_an_implementation_that_reads_whole_widths_is_refused(register, plan):
+    with pytest.raises(ProofError, match="made_here"):
+        make_plan(register(reads_the_config), 2, plan=plan)
+
+
+def test_one_that_does_not_run_here_leaves_the_proof_as_it_is(register):
+    def fails(*args, **kwargs):
+        raise RuntimeError("needs a GPU")
+
+    assert make_plan(register(fails), 2).proof == "proved"
+
+
+def test_the_usual_implementation_is_no_plain_one(register):
+    with torch.device("meta"):
+        assert tiny("llama").config._attn_implementation == "sdpa"

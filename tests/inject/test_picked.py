@@ -1,0 +1,137 @@
+"""Modules that a forward picks from (experts in a list, adapters by language), and modules that it uses several times."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autotp
+from autotp.inject.rules import make_plan
+from tests.inject.test_families import full_gradients
+
+
+class Expert(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+class Experts(nn.Module):
+    """Each token is sent to the expert that its router likes best; experts without tokens do not run."""
+
+    def __init__(self, width, count):
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, count, bias=False)
+        self.experts = nn.ModuleList(Expert(width) for _ in range(count))
+
+    def forward(self, x):
+        tokens = self.norm(x).flatten(0, -2)
+        weight, chosen = self.router(tokens).softmax(-1).max(-1)
+        y = torch.zeros_like(tokens)
+        for number in chosen.unique().tolist():
+            rows = (chosen == number).nonzero().flatten()
+            y.index_add_(0, rows, self.experts[number](tokens[rows]) * weight[rows, None])
+        return x + y.view_as(x)
+
+
+class Sparse(nn.Module):
+    def __init__(self, count, layers=3, width=16):
+        super().__init__()
+        self.layers = nn.ModuleList(Experts(width, count) for _ in range(layers))
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Tongues(nn.Module):
+    """One adapter a language; a call runs one of them, and not the first."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm, self.adapters = nn.LayerNorm(width), nn.ModuleDict({name: Expert(width) for name in ("de", "en", "fr")})
+
+    def forward(self, x, tongue="fr"):
+        return x + self.adapters[tongue](self.norm(x))
+
+
+class Repeated(nn.Module):
+    """One layer used several times, under several names."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        layers = [nn.Sequential(nn.LayerNorm(width), Expert(width)) for _ in range(2)]
+        self.layers = nn.ModuleList(layers * 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def build(kind):
+    torch.manual_seed(0)
+    model = {"few": lambda: Sparse(3), "many": lambda: Sparse(12, layers=6), "tongues": Tongues, "repeated": Repeated}[kind]()
+    return model, torch.randn(2, 3, 16)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("count", [4, 40])
+def test_experts_that_get_no_token_are_planned_like_those_that_do(seed, count):
+    torch.manual_seed(seed)
+    model = Sparse(count)
+    plan = make_plan(model, 2, inputs={"x": torch.randn(2, 3, 16)})
+    split = {f"layers.{layer}.experts.{n}.{name}" for layer in range(3) for n in range(count) for name in ("up", "down")}
+    assert split <= set(plan.by_name) and plan.proof == "proved"
+    assert not any(plan[name].style == "colwise_gather_output" for name in split)
+
+
+def check(group, kind):
+    model, x = build(kind)
+    sharded = autotp.parallelize(copy.deepcopy(model), group, inputs={"x": x})
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    calls = [{"tongue": name} for name in ("de", "en", "fr")] if kind == "tongues" else [{}]
+    for number, kwargs in enumerate(calls):
+        x = torch.randn(5, 7, 16, generator=torch.Generator().manual_seed(number))  # other tokens reach other experts
+        expected, seen = model(x, **kwargs), sharded(x, **kwargs)
+        torch.testing.assert_close(seen, expected)
+        expected.square().sum().backward()
+        seen.square().sum().backward()
+    full = autotp.full_state_dict(sharded)
+    assert full.keys() == (before.keys() if group.rank() == 0 else set())
+    assert all(torch.equal(full[name], before[name]) for name in full)
+    expected, seen = full_gradients(model), full_gradients(sharded)
+    assert expected.keys() == seen.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(seen[name], gradient, atol=1e-4, rtol=1e-4, msg=name)
+    held = sum(p.numel() for p in sharded.parameters()) / sum(p.numel() for p in model.parameters())
+    return len(expected), held
+
+
+@pytest.mark.parametrize("kind", ["few", "many", "tongues", "repeated"])
+def test_equals_the_unsharded_model(ranks, kind):
+    for reached, held in ranks.run(check, kind):
+        assert reached > 6 and held < 0.6
+
+
+def leave_whole(plan, *names):
+    kept = tuple(r for r in plan.regions if not set(names) & {*r.columns, *r.rows})
+    return replace(plan, modules=tuple(m for m in plan.modules if m.name not in names), regions=kept)
+
+
+def test_an_edited_plan_is_proved_on_every_member_that_it_treats_differently():
+    model, x = build("many")
+    plan = make_plan(model, 2, inputs={"x": x})
+    assert make_plan(model, 2, plan=plan, inputs={"x": x}).proof == "proved"
+    expert = "layers.4.experts.9"
+    edited = make_plan(model, 2, plan=leave_whole(plan, f"{expert}.up", f"{expert}.down"), inputs={"x": x})
+    assert edited.proof == "proved" and f"{expert}.up" not in edited.by_name
+    with pytest.raises(autotp.errors.AutoTPError, match=expert):
+        make_plan(model, 2, plan=leave_whole(plan, f"{expert}.down"), inputs={"x": x})
