@@ -135,7 +135,7 @@ class Planner:
             failed = [region for region in self.discovery.regions if not any(region is other for other in kept)]
             if not failed:
                 break
-            self.discovery.banned |= {key for region in failed for key in region.rows}
+            self.discovery.blocked |= {key for region in failed for key in region.rows}  # which may be columns still
             self.discovery.regions = list(kept)
             found = self.discovery.choose()[len(kept) :]
             if not found:

@@ -30,15 +30,12 @@ class Discovery:
         self.regions: list[FoundRegion] = []
         self.refused: dict[SiteKey, Refusal] = {}
         self.skipped: list[FoundRegion] = []
-        self.banned: set[SiteKey] = set()
 
     def choose(self) -> list[FoundRegion]:
         """Take regions greedily, largest first; each choice may shrink the others. What is not worth it holds no site back."""
         tables = self.tables
-        seeds = [
-            k for k, s in tables.sites.items() if s.in_dims and k not in self.blocked | self.banned and tables.is_structured(k)
-        ]
-        taken: set[SiteKey] = set(self.banned)
+        seeds = [k for k, s in tables.sites.items() if s.in_dims and k not in self.blocked and tables.is_structured(k)]
+        taken: set[SiteKey] = set()
         for region in self.regions:
             taken |= region.sites
         pending = [s for s in seeds if s not in taken]

@@ -201,16 +201,18 @@ def test_every_matrix_that_is_whole_has_a_reason():
 
 
 class Convolved(nn.Module):
-    """The largest region around `last` can't be placed, as a whole convolution enters it: `middle` is a row then, no column."""
+    """The largest region, `middle` and `last`, can't be placed, as a whole convolution enters it: each has another pair."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.middle, self.last = (nn.Conv2d(a, b, 3, padding=1) for a, b in [(16, 48), (48, 32), (32, 64)])
-        self.beside = nn.Conv2d(16, 32, 1)
+        widths = [(16, 48), (48, 64), (64, 64), (64, 16)]
+        self.first, self.middle, self.last, self.end = (nn.Conv2d(a, b, 3, padding=1) for a, b in widths)
+        self.beside = nn.Conv2d(16, 64, 1)
 
     def forward(self, x):
         beside = self.beside(x)
-        return beside, self.last(torch.tanh(self.middle(torch.tanh(self.first(x))) + beside))
+        y = self.last(torch.tanh(self.middle(torch.tanh(self.first(x))) + beside))
+        return beside, self.end(torch.tanh(y))
 
 
 def check_smaller(group):
@@ -218,11 +220,12 @@ def check_smaller(group):
     model, x = Convolved(), torch.randn(2, 16, 5, 5)
     torch.manual_seed(0)
     sharded = autotp.parallelize(Convolved(), group, inputs=[{"x": x}, {"x": torch.randn(3, 16, 4, 4)}])
-    assert [(r.columns, r.rows) for r in sharded.autotp_plan.regions] == [(("first",), ("middle",))]
-    pairs = list(zip(model(x), sharded(x), strict=True))
-    for expected, got in pairs:
+    pairs = {(r.columns, r.rows) for r in sharded.autotp_plan.regions}
+    assert pairs == {(("first",), ("middle",)), (("last",), ("end",))}
+    outputs = list(zip(model(x), sharded(x), strict=True))
+    for expected, got in outputs:
         torch.testing.assert_close(got, expected)
-    for part in zip(*pairs, strict=True):
+    for part in zip(*outputs, strict=True):
         sum(out.square().sum() for out in part).backward()
     whole = full_gradients(sharded)
     for name, parameter in model.named_parameters():
