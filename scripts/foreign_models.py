@@ -149,7 +149,7 @@ def diffusers__pixart() -> Built:
     from diffusers import PixArtTransformer2DModel
 
     model = PixArtTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=16, num_layers=2, cross_attention_dim=64, caption_channels=48, sample_size=8,
+        num_attention_heads=4, attention_head_dim=16, num_layers=3, cross_attention_dim=64, caption_channels=48, sample_size=8,
         use_additional_conditions=False,
     )  # fmt: skip
     added = lambda batch: {"resolution": None, "aspect_ratio": None}  # noqa: E731

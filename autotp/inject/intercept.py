@@ -62,6 +62,10 @@ class Interceptor(TorchFunctionMode):
             return args[0].double() if args[0].dtype != torch.float64 else args[0]
         if func in SMOOTH and args and args[0].is_floating_point():
             return SMOOTH[func](*args, **kwargs)
+        if func in _DROPOUTS:
+            return args[0]
+        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
+            kwargs = {**kwargs, "dropout_p": 0.0}
         if func is F.batch_norm:
             return _batch_norm(*args, **kwargs)
         if _is_composite(func):
@@ -73,7 +77,7 @@ class Interceptor(TorchFunctionMode):
         return self.draws.run(func, args, kwargs)
 
     def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """What `func` makes of a big Parameter, where that is a view of it (an expert, a transpose): it stays without numbers."""
+        """What `func` makes of a big Parameter, where that takes no numbers: a view (an expert, a transpose), a shape, a type."""
         first = args[0] if args else None
         if not isinstance(first, Tensor) or not first.is_meta or self.shadow.find(first) is None:
             return None
@@ -83,8 +87,9 @@ class Interceptor(TorchFunctionMode):
             )
         except (RuntimeError, NotImplementedError, TypeError):  # it mixes the Parameter with tensors that have numbers
             return None
-        parts = list(flatten(made))
-        return made if parts and all(self.shadow.find(part) is not None for part in parts) else None
+        if isinstance(made, torch.device):
+            return torch.device("cpu")  # where its numbers would be
+        return made if all(self.shadow.find(part) is not None for part in flatten(made)) else None
 
     def _is_weight(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.is_floating_point() and self.shadow.find(value) is not None
@@ -181,6 +186,9 @@ _CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F
 
 
 _FLOAT_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
+
+
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
 
 
 _COMPOSITES = {F.multi_head_attention_forward}

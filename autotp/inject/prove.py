@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,7 +61,8 @@ class Reference:
     site_grads: list[Tensor | None]
     output_grads: list[Tensor]
     y_grads: Sequence[Tensor | None]
-    parameter_grads: dict[str, Tensor | None]
+    parameter_grads: Mapping[str, Tensor | None]
+    input_grads: Mapping[str, Tensor | None]
     by_parameter: dict[str, list[int]] = field(default_factory=dict)
 
     def entry(self, index: int) -> tuple[Site, Call]:
@@ -82,12 +83,13 @@ def make_reference(shadow: Shadow, call: dict[str, Any], record: Record, seed: i
     targets = [(c.x, g) for c, g in zip(calls, site_grads, strict=True) if g is not None]
     targets += [(t, g) for t, g in zip(record.outputs, output_grads, strict=True) if t.requires_grad]
     names = [n for n in shadow.parameters if not shadow.leaf(n).is_meta and shadow.leaf(n).requires_grad]
-    at = [c.y for c in calls] + [shadow.leaf(n) for n in names]
+    inputs = {k: v for c in record.module_calls.get("", []) for k, v in c.constants.items() if k in call}
+    at = [c.y for c in calls] + [shadow.leaf(n) for n in names] + list(inputs.values())
     tensors, cotangents = zip(*targets, strict=True)
-    grads = list(torch.autograd.grad(tensors, at, cotangents, retain_graph=True, allow_unused=True))
-    made = Reference(
-        call, record, site_grads, output_grads, grads[: len(calls)], dict(zip(names, grads[len(calls) :], strict=True))
-    )
+    grads = iter(torch.autograd.grad(tensors, at, cotangents, retain_graph=True, allow_unused=True))
+    y_grads = [next(grads) for _ in calls]
+    named, given = ({n: next(grads) for n in keys} for keys in (names, inputs))
+    made = Reference(call, record, site_grads, output_grads, y_grads, named, given)
     for index, (key, _) in enumerate(record.order):
         made.by_parameter.setdefault(key[0], []).append(index)
     return made
@@ -111,6 +113,12 @@ class RankRun:
         self.seen: dict[str, int] = defaultdict(int)
         self.leaves: list[tuple[int, Tensor]] = []
         self.targets: list[tuple[Tensor, Tensor]] = []
+        self.inputs = {k: reference.call[k].detach().double().requires_grad_() for k in reference.input_grads}
+        self.input_grads: Mapping[str, Tensor | None] = {}
+
+    def arguments(self) -> dict[str, Any]:
+        """The call, its floating tensors such that a gradient reaches them; copies, as the forward may write into them."""
+        return self.reference.call | {name: leaf.clone() for name, leaf in self.inputs.items()}
 
     def respond(self, op: Operands, name: str, func: Any, args: tuple, kwargs: dict) -> Tensor:
         """What a site returns on this rank, its input checked."""
@@ -173,7 +181,7 @@ class RankRun:
         shard = self.shards.get(site.parameter)
         return site.kind == "embedding" and shard is not None and any(cut.dim not in site.out_dims for cut in shard.cuts)
 
-    def finish(self, outputs: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], dict[str, Tensor | None]]:
+    def finish(self, outputs: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Mapping[str, Tensor | None]]:
         """Compare the outputs, then pull the cotangents back: gradients at the sites' outputs and at the Parameters."""
         expected = self.reference.record.outputs
         if len(outputs) != len(expected):
@@ -185,10 +193,13 @@ class RankRun:
                 raise ProofError(f"{name}: rank {self.rank} calls it {self.seen[name]} times, the whole model {len(order)} times")
         targets = self.targets + [(t, g) for t, g in zip(outputs, self.reference.output_grads, strict=True) if t.requires_grad]
         names = [n for n in self.shadow.parameters if not self.shadow.leaf(n).is_meta and self.shadow.leaf(n).requires_grad]
-        at = [leaf for _, leaf in self.leaves] + [self.shadow.leaf(n) for n in names]
+        at = [leaf for _, leaf in self.leaves] + [self.shadow.leaf(n) for n in names] + list(self.inputs.values())
         tensors, cotangents = zip(*targets, strict=True)
-        grads = list(torch.autograd.grad(tensors, at, cotangents, allow_unused=True))
-        return grads[: len(self.leaves)], dict(zip(names, grads[len(self.leaves) :], strict=True))
+        grads = iter(torch.autograd.grad(tensors, at, cotangents, allow_unused=True))
+        y_grads = [next(grads) for _ in self.leaves]
+        named = {n: next(grads) for n in names}
+        self.input_grads = {n: next(grads) for n in self.inputs}
+        return y_grads, named
 
 
 def take(tensor: Tensor, axes: Sequence[int], role: tuple, site: Site, start: int) -> Tensor:
@@ -295,7 +306,7 @@ def _run_ranks(reference: Reference, locals_: list[Shadow], plan: Plan, threads:
         try:
             with torch.enable_grad():
                 with keep_state(locals_[rank].model), Interceptor(locals_[rank], run.respond):
-                    output = locals_[rank].model(**reference.call)
+                    output = locals_[rank].model(**run.arguments())
                 outputs = [t for t in flatten(output) if t.is_floating_point()]
                 results[rank] = (run, *run.finish(outputs))
         except BaseException as error:
@@ -336,6 +347,11 @@ def _check_gradients(reference: Reference, plan: Plan, results: list[Any]) -> No
                 full = plan.shards[name].split(expected, run.rank)
             grad = torch.zeros_like(full) if grad is None else grad
             compare_gradient(grad, full, f"the gradient of {name}", run.rank)
+    for name, expected in reference.input_grads.items():
+        for run, _, _ in results:
+            zero = torch.zeros_like(run.inputs[name])
+            got, full = (zero if grad is None else grad for grad in (run.input_grads[name], expected))
+            compare_gradient(got, full, f"the gradient of the input {name}", run.rank)
 
 
 def _check_site(reference, plan: Plan, site: Site, call: Call, expected: Tensor | None, place: int, results: list[Any]) -> None:

@@ -114,6 +114,12 @@ def _pass_on(*args: Any, **kwargs: Any) -> Any:
     return args[0] if args else next(iter(kwargs.values()))
 
 
+def reads_emptied(error: Exception) -> bool:
+    """Whether an error tells that something read what an emptied module held."""
+    owner = error.obj if isinstance(error, AttributeError) else None
+    return isinstance(owner, nn.Module) and owner.__dict__.get("forward") is _pass_on
+
+
 def move_region(region: Region, old: str, new: str) -> Region:
     """A region inside `old`, moved to `new`."""
 
@@ -242,6 +248,8 @@ def _plain(value: Any) -> str:
         return repr(value)
     if isinstance(value, (tuple, list)):
         return repr([_plain(v) for v in value])
+    if isinstance(value, dict):
+        return repr([(_plain(k), _plain(v)) for k, v in value.items()])
     return type(value).__qualname__ if not callable(value) else getattr(value, "__qualname__", type(value).__qualname__)
 
 

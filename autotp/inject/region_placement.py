@@ -212,12 +212,13 @@ class RegionPlacement:
             self.entered.add(id(tensor))
 
     def _carries(self, record, tensor: Tensor) -> bool:
-        """Whether a tensor depends on the output of a site or on a Parameter, so that training sends a gradient through it."""
+        """Whether a tensor depends on a site's output, a Parameter or an input of the model: a gradient may go through it."""
         shadow = self.tables.shadow
         if not tensor.requires_grad or shadow.find(tensor) in self.placement.site_parameters:
             return False  # a site's weight that is passed as an argument is cut itself
         leaves = [call.y for site in record.sites.values() for call in site.calls]
         leaves += [leaf for leaf in map(shadow.leaf, shadow.parameters) if leaf.requires_grad and not leaf.is_meta]
+        leaves += [leaf for call in record.module_calls.get("", []) for leaf in call.constants.values()]
         grads = self.tables.pull(record, [tensor], [self.tables.random_like(tensor)], leaves)
         return any(g is not None for g in grads)
 

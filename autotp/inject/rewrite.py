@@ -68,7 +68,7 @@ def parallelize(
     """
     refuse_unbuilt(sequence_parallel=sequence_parallel, precision=precision)
     check_options(logits)
-    if find_group(model) is not None or "autotp_plan" in model.__dict__:
+    if find_group(model) is not None:
         raise PlanError(f"this {type(model).__name__} is parallelized already; autotp.unshard(model) makes it plain again")
     check_usable(model)
     group = resolve_group(group_or_mesh, timeout_s)
@@ -155,7 +155,8 @@ def unshard(model: nn.Module) -> nn.Module:
         restore_attributes(module)
         remove_fixes(module)
         remove_forward(module)
-    model.__dict__.pop("autotp_plan", None)
+    for note in ("autotp_plan", "autotp_group"):
+        model.__dict__.pop(note, None)
     return model
 
 
@@ -238,7 +239,7 @@ def set_data(parameter: nn.Parameter, data: Tensor) -> None:
 def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str, forwards: Mapping[str, Forward]) -> None:
     """Swap the modules' forwards, and put hooks, guards and marks in place; the data is cut already."""
     rewrite_modules(model, plan, group, forwards)
-    model.__dict__["autotp_plan"] = plan
+    model.__dict__["autotp_plan"], model.__dict__["autotp_group"] = plan, group
     install_entry(model, group, plan.head, plan.loss, logits)
     install_guards(save=save_pretrained)
     mark_model(model, group)

@@ -202,17 +202,17 @@ def _discover_beside(
         except (ProofError, PlanError):
             made = Planner(runs, tp_size, edge_parameters(model), sizes, assemble, rewrite, hints).plan()
     check_ties(model, made)
-    _prove_own_kernel(made, runs, rewrite)
+    _prove_as_trained(made, runs, rewrite)
     return made
 
 
-def _prove_own_kernel(plan: Plan, runs: Runs, rewrite: Callable[..., None]) -> None:
-    """Prove once more with the model's own attention implementation, which may read other things than plain attention.
+def _prove_as_trained(plan: Plan, runs: Runs, rewrite: Callable[..., None]) -> None:
+    """Prove once more in training mode and with the model's own attention implementation, which may do and read other things.
 
     Raises:
-        ProofError: under it the plan does not compute what the model does.
+        ProofError: there the plan does not compute what the model does.
     """
-    again = runs.with_own_kernel()
+    again = runs.as_trained()
     if again is None:
         return
     references = again.references()
@@ -223,10 +223,11 @@ def _prove_own_kernel(plan: Plan, runs: Runs, rewrite: Callable[..., None]) -> N
             prove(again.shadow, replace(plan, modules=(), regions=()), references, rewrite)
         except ProofError:  # the whole model does not compute the same twice: rows that are masked altogether, say
             return
-        name = getattr(runs.recording.model.config, "_attn_implementation", None)
+        name = getattr(getattr(runs.recording.model, "config", None), "_attn_implementation", None)
         raise ProofError(
-            f"the plan proves with plain attention, but not with the model's own, {name}: {error}. Load the model with "
-            f"attn_implementation='eager', or another that reads no whole widths."
+            f"the plan proves in evaluation with plain attention, but not in training mode with the model's own attention "
+            f"({name}): {error}. Load the model with attn_implementation='eager', or leave whole what its forward reads "
+            f"in training alone (a plan of your own, plan={{...}})."
         ) from error
 
 
@@ -275,7 +276,7 @@ def _prove_on_calls(model: nn.Module, plan: Plan, inputs: Any, hints: Hints) -> 
             f"the plan does not compute what {type(model).__name__} does: {error}. Every linear that meets the split ones must "
             f"be in the plan (a sibling is missing?), or that module's attributes edited; plan='auto' finds a plan that fits."
         ) from error
-    _prove_own_kernel(plan, runs, rewrite)
+    _prove_as_trained(plan, runs, rewrite)
     unrun = [m.name for m in kept.modules if m.style in styles.CALLED_STYLES and m.name not in runs.ran]
     for name in unrun:
         if any(name.startswith(f"{own}.") for own in runs.reduction.shared):

@@ -17,7 +17,7 @@ from .forwards import Forward, replace_forward
 from .plan import Plan
 from .prove import Reference, make_reference
 from .record import Record, Recorder
-from .reduce import Reduction, find_reduction, share_unrun
+from .reduce import Reduction, find_reduction, reads_emptied, share_unrun
 from .shadow import Shadow
 
 SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: no plan may hold for one shape alone
@@ -58,13 +58,10 @@ class Runs:
             return self
         return replace(self.recording, inputs=self.calls, transparent=frozenset(names)).run(self.reduction)
 
-    def with_own_kernel(self) -> Runs | None:
-        """The first call with the attention that the config names; None if that is plain attention or does not run here."""
-        configs = [getattr(module, "config", None) for module in self.recording.model.modules()]
-        if all(getattr(config, "_attn_implementation", None) in (None, "eager") for config in configs):
-            return None
+    def as_trained(self) -> Runs | None:
+        """The first call in training mode, with the attention that the config names; None if that does not run here."""
+        own = replace(self.recording, as_trained=True, inputs=self.calls[:1], transparent=frozenset(self.shadow.transparent))
         try:
-            own = replace(self.recording, own_kernel=True, inputs=self.calls[:1], transparent=frozenset(self.shadow.transparent))
             return own.run(self.reduction)
         except Exception:  # made for a GPU, say
             return None
@@ -89,13 +86,16 @@ def record_runs(
     """
     reduction = find_reduction(model) if reduce else Reduction({})
     recording = Recording(model, inputs, forwards or {})
-    for chosen in [reduction, replace(reduction, emptied=False), Reduction({})] if reduction else [reduction]:
+    left = [reduction, replace(reduction, emptied=False), Reduction({})] if reduction else [reduction]
+    while True:
+        chosen = left.pop(0)
         try:
             return recording.run_shared(chosen, tell)
-        except Exception:
-            if not chosen:  # neither with layers that do nothing nor without them: then all are recorded
+        except Exception as error:
+            if not left:  # neither with layers that do nothing nor without them: then all are recorded
                 raise
-    raise AssertionError
+            if reads_emptied(error):  # from outside the layer: taken out, nothing would show what is done with it
+                left = left[-1:]
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,15 @@ class Recording:
     """What is recorded: which model's calls, with which forwards in place of their own, and with whose attention kernel.
 
     Attributes:
-        own_kernel: attention runs in the implementation that the model's config names, not in plain arithmetic.
+        as_trained: in training mode, without dropout, and with the attention implementation that the model's config names;
+            otherwise in evaluation, attention as plain arithmetic.
         transparent: names of linear maps that are seen as plain Parameters.
     """
 
     model: nn.Module
     inputs: Any
     forwards: Mapping[str, Forward]
-    own_kernel: bool = False
+    as_trained: bool = False
     transparent: frozenset[str] = frozenset()
 
     def run_shared(self, reduction: Reduction, tell: Callable[[str], Any] | None) -> Runs:
@@ -134,7 +135,7 @@ class Recording:
         return self._run(self._make_shadow(reduction, False), reduction)
 
     def _make_shadow(self, reduction: Reduction, buffers_need_grad: bool) -> Shadow:
-        shadow = Shadow(self.model, 0, buffers_need_grad, reduction, self.own_kernel)
+        shadow = Shadow(self.model, 0, buffers_need_grad, reduction, self.as_trained)
         shadow.transparent |= self.transparent
         for name in filter(reduction.holds, self.forwards):
             replace_forward(shadow.model.get_submodule(name), name, self.forwards[name])

@@ -27,7 +27,7 @@ class Shadow:
     """A copy of a model's module tree whose Parameters are stand-ins: random numbers, or nothing (meta) where they are big.
 
     Attributes:
-        model: the copy, in evaluation; names: storage -> full name of the Parameter or buffer that lives in it.
+        model: the copy; names: storage -> full name of the Parameter or buffer that lives in it.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class Shadow:
         seed: int = 0,
         buffers_need_grad: bool = True,
         reduction: Reduction | None = None,
-        own_kernel: bool = False,
+        as_trained: bool = False,
     ) -> None:
-        """`own_kernel`: attention stays in the implementation that the model's config names."""
+        """`as_trained`: in training mode, and attention stays in the implementation that the model's config names."""
         generator = torch.Generator().manual_seed(seed)
         memo: dict[int, Any] = {}
         for name, parameter in model.named_parameters():
@@ -47,15 +47,15 @@ class Shadow:
         computed = _compute_buffers(model)
         for name, buffer in model.named_buffers(remove_duplicate=False):
             value = computed.get(name, buffer).detach().cpu()
-            memo.setdefault(id(buffer), value.double() if value.is_floating_point() else value.clone())
+            memo.setdefault(id(buffer), value.to(torch.float64 if value.is_floating_point() else value.dtype, copy=True))
             if buffers_need_grad and value.is_floating_point():
                 memo[id(buffer)].requires_grad_()
         for module in model.modules():  # what an earlier forward left on a module may hang on its graph
             memo |= {id(v): v.detach() for v in vars(module).values() if isinstance(v, Tensor) and not v.is_leaf}
-        self.model = copy_model(model, memo).eval()
+        self.model = copy_model(model, memo).train(as_trained)
         if reduction is not None:
             reduction.apply(self.model)
-        _prepare_config(self.model, own_kernel)
+        _prepare_config(self.model, as_trained)
         _shorten_scans(self.model)
         self.generator = generator
         self.real: dict[int, nn.Parameter] = {}
@@ -201,7 +201,7 @@ def _compute_buffers(model: nn.Module) -> dict[str, Tensor]:
     return dict(twin.named_buffers(remove_duplicate=False))
 
 
-def _prepare_config(model: nn.Module, own_kernel: bool) -> None:
+def _prepare_config(model: nn.Module, own_attention: bool) -> None:
     """Eager attention and eager experts, so that every rank's arithmetic is plain to see; on the copy's own configs."""
     seen: set[int] = set()
     for module in model.modules():
@@ -209,7 +209,7 @@ def _prepare_config(model: nn.Module, own_kernel: bool) -> None:
         if config is None or id(config) in seen:
             continue
         seen.add(id(config))
-        for key in ("_attn_implementation_internal", "_experts_implementation_internal")[own_kernel:]:
+        for key in ("_attn_implementation_internal", "_experts_implementation_internal")[own_attention:]:
             if hasattr(config, key):
                 object.__setattr__(config, key, "eager")
 

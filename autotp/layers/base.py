@@ -101,8 +101,9 @@ def held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def find_group(model: nn.Module) -> TPGroup | None:
-    """The TPGroup of the first rewritten module below `model`; None if it has none."""
-    return next((module.tp for _, module in sharded_modules(model)), None)
+    """The TPGroup of a parallelized `model`, or of the first rewritten module below a part of one; None if there is neither."""
+    own = model.__dict__.get("autotp_group")  # the only note where the plan left every module whole
+    return own or next((module.tp for _, module in sharded_modules(model)), None)
 
 
 def index_parameters(model: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Every family with a dense Hugging Face plan, against the unsharded model: logits, gradients, optimizer steps, collectives."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,19 +13,22 @@ from autotp.layers.base import sharded_modules
 from tests.models import DENSE, batch, tiny, tiny_config
 
 
-def reorder_noise(model, inputs, names):
+def reorder_noise(model, inputs, plain_logits, plain_grads):
     """How far float32 logits and gradients lie from float64's: the noise of summing in another order."""
-    plain = run_once(copy.deepcopy(model), inputs)
-    exact = run_once(copy.deepcopy(model).double(), inputs)
-    logits = (plain[0] - exact[0]).abs().max().item()
-    return logits, {name: (plain[1][name] - exact[1][name]).abs().max().item() for name in names}
+    logits, grads = run_once(copy.deepcopy(model).double(), inputs)
+    noise = {name: (grad - grads[name]).abs().max().item() for name, grad in plain_grads.items()}
+    return (plain_logits - logits).abs().max().item(), noise
 
 
-def run_once(model, inputs):
-    """Logits `[B, S, V]` in evaluation, then every gradient of the training loss."""
+def run_once(model, inputs, counters=None):
+    """Logits `[B, S, V]` in evaluation, then every gradient of the training loss; `counters` count its forward and backward."""
+    forward, backward = counters or (nullcontext(), nullcontext())
     with torch.no_grad():
         logits = model.eval()(input_ids=inputs["input_ids"]).logits
-    model.train()(**inputs).loss.backward()
+    with forward:
+        loss = model.train()(**inputs).loss
+    with backward:
+        loss.backward()
     return logits, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -87,8 +91,10 @@ def check_family(group, family, overrides):
     model = autotp.parallelize(copy.deepcopy(reference), group)
     inputs = batch(reference)
     logits, grads = run_once(copy.deepcopy(reference), inputs)
-    noise, grad_noise = reorder_noise(reference, inputs, grads)
-    got_logits, _ = run_once(model, inputs)
+    noise, grad_noise = reorder_noise(reference, inputs, logits, grads)
+    least = inputs["input_ids"].numel() * 2  # more than one number a token: an activation
+    counters = forward, backward = Counter(least), Counter(least)
+    got_logits, _ = run_once(model, inputs, counters)
     got = full_gradients(model)
     assert set(got) == set(grads)
     assert (got_logits - logits).abs().max().item() <= max(1e-5, 4 * noise), family
@@ -102,6 +108,8 @@ def check_family(group, family, overrides):
         )
     model.zero_grad()
     check_steps(group, model, reference)
+    planned = model.autotp_plan.collectives
+    return (forward.count - planned[0], backward.count - planned[1], forward.small, backward.small, *planned)
 
 
 def check_steps(group, model, reference):
@@ -129,9 +137,20 @@ def skip_without_plan(family):
 
 
 @pytest.mark.parametrize("family", DENSE)
-def test_matches_the_unsharded_model(ranks, family):
+def test_matches_the_unsharded_model(ranks, family, capsys):
     skip_without_plan(family)
-    ranks.run(check_family, family, {})
+    forward, backward, small_forward, small_backward, *planned = ranks.run(check_family, family, {})[0]
+    with capsys.disabled():
+        print(
+            f"\n  {family}: 2 layers take {planned[0]} collectives forward, {planned[1]} backward, and {small_forward - 2}, "
+            f"{small_backward} small ones",
+            end="",
+        )
+    # What the plan says is what runs, beside two of the embedding and the head forward, one backward, and the loss's two.
+    assert (forward, backward) == (2, 1) and small_forward >= 2
+    if family in ("llama", "qwen3"):
+        assert planned == [4, 4] and small_forward == 2
+        assert small_backward <= (4 if family == "qwen3" else 0)
 
 
 @pytest.mark.parametrize(
@@ -161,34 +180,3 @@ def check_uneven_experts(group):
 
 def test_experts_dealt_unevenly_run_in_their_grouped_kernel(ranks):
     ranks.run(check_uneven_experts, size=3)
-
-
-def count_collectives(group, family):
-    layers = {}
-    for depth in (1, 2):
-        model = autotp.parallelize(tiny(family, num_hidden_layers=depth), group).train()
-        inputs = batch(model)
-        least = inputs["input_ids"].numel() * 2  # more than one number a token: an activation
-        with Counter(least) as forward:
-            loss = model(**inputs).loss
-        with Counter(least) as backward:
-            loss.backward()
-        layers[depth] = (forward.count, backward.count, forward.small, backward.small)
-        planned = model.__dict__["autotp_plan"].collectives
-        layers[depth] += planned
-    return tuple(b - a for a, b in zip(layers[1], layers[2], strict=True))
-
-
-@pytest.mark.parametrize("family", DENSE)
-def test_collectives_of_one_layer(ranks, family, capsys):
-    skip_without_plan(family)
-    counts = ranks.run(count_collectives, family)[0]
-    with capsys.disabled():
-        print(
-            f"\n  {family}: a layer adds {counts[0]} forward, {counts[1]} backward, and {counts[2]}, {counts[3]} small ones",
-            end="",
-        )
-    assert counts[4:] == counts[:2]  # what the plan says is what runs
-    if family in ("llama", "qwen3"):
-        assert counts[:3] == (2, 2, 0)
-        assert counts[3] <= (2 if family == "qwen3" else 0)

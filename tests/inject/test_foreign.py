@@ -198,3 +198,36 @@ def test_every_matrix_that_is_whole_has_a_reason():
     assert reasons["head.weight"] == "no region takes it, and it is too small to gather its output for"
     assert reasons["unused.weight"] == "no example call runs it"
     assert {reasons[f"layers.{i}.bend"] for i in range(6)} == {"not the weight of a linear map"}
+
+
+class Convolved(nn.Module):
+    """The largest region around `last` can't be placed, as a whole convolution enters it: `middle` is a row then, no column."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Conv2d(a, b, 3, padding=1) for a, b in [(16, 48), (48, 32), (32, 64)])
+        self.beside = nn.Conv2d(16, 32, 1)
+
+    def forward(self, x):
+        beside = self.beside(x)
+        return beside, self.last(torch.tanh(self.middle(torch.tanh(self.first(x))) + beside))
+
+
+def check_smaller(group):
+    torch.manual_seed(0)
+    model, x = Convolved(), torch.randn(2, 16, 5, 5)
+    torch.manual_seed(0)
+    sharded = autotp.parallelize(Convolved(), group, inputs=[{"x": x}, {"x": torch.randn(3, 16, 4, 4)}])
+    assert [(r.columns, r.rows) for r in sharded.autotp_plan.regions] == [(("first",), ("middle",))]
+    pairs = list(zip(model(x), sharded(x), strict=True))
+    for expected, got in pairs:
+        torch.testing.assert_close(got, expected)
+    for part in zip(*pairs, strict=True):
+        sum(out.square().sum() for out in part).backward()
+    whole = full_gradients(sharded)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(whole[name], parameter.grad, rtol=1e-4, atol=1e-3)
+
+
+def test_smaller_regions_stand_in_for_one_that_does_not_prove(ranks):
+    ranks.run(check_smaller)

@@ -1,4 +1,4 @@
-"""The proof runs the model's own attention implementation too, not plain attention alone."""
+"""The proof runs training mode and the model's own attention implementation too, not evaluation with plain attention alone."""
 
 import pytest
 import torch
@@ -63,3 +63,24 @@ def test_one_that_does_not_run_here_leaves_the_proof_as_it_is(register):
 def test_the_usual_implementation_is_no_plain_one(register):
     with torch.device("meta"):
         assert tiny("llama").config._attn_implementation == "sdpa"
+
+
+class TrainsOtherwise(torch.nn.Module):
+    """Mixes the hidden columns, but in training alone; dropout is no such thing."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        self.up, self.down, self.drop, self.mixes = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16), torch.nn.Dropout(0.5), mixes
+
+    def forward(self, x):
+        h = torch.relu(self.up(x))
+        if self.training and self.mixes:
+            h = h.flip(-1).cumsum(-1)
+        return self.down(torch.nn.functional.dropout(self.drop(h), 0.1, self.training))
+
+
+def test_what_only_training_does_is_proved_too():
+    x = torch.randn(3, 16)
+    assert make_plan(TrainsOtherwise(False), 2, inputs={"x": x}).proof == "proved"
+    with pytest.raises(ProofError, match="training mode"):
+        make_plan(TrainsOtherwise(True), 2, inputs={"x": x})

@@ -7,6 +7,7 @@ import pytest
 
 import autotp
 from autotp.inject.rules import make_plan
+from autotp.inject.shadow import Shadow
 from autotp.shard import Shard
 from tests.models import tiny
 
@@ -125,3 +126,17 @@ def test_a_proof_reads_no_weight():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     make_plan(model, 2)
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_big_parameters_get_no_numbers(monkeypatch, tied):
+    """Neither discovery nor proof of a plain model fills a stand-in: not for a product, a lookup, a shape or a device."""
+    filled = []
+    fill = Shadow.fill
+    monkeypatch.setattr(Shadow, "fill", lambda self, tensor: filled.append(self.find(tensor)) or fill(self, tensor))
+    monkeypatch.setenv("AUTOTP_CACHE", "off")
+    config = {"hidden_size": 64, "intermediate_size": 2048, "vocab_size": 2048, "num_hidden_layers": 1}
+    model = tiny("llama", **config, tie_word_embeddings=tied)
+    plan = make_plan(model, 2)
+    assert plan.head == "lm_head" and "model.layers.0.mlp.up_proj.weight" in plan.shards
+    assert filled == []

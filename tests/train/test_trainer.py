@@ -1,6 +1,6 @@
 """transformers' Trainer and accelerate on a parallelized model: the steps, the checkpoints and what they say when misused.
 
-Both take the whole job for theirs, so each test starts a job of its own: this file is also the script that torchrun runs.
+Both take the whole job for theirs, so tests start jobs of their own: this file is also the script that torchrun runs.
 """
 
 import json
@@ -35,10 +35,10 @@ def make_data():
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def launch(scenario, directory, size):
-    """Run a scenario of this file on `size` ranks; 0 runs it unsharded, without a launcher."""
+def launch(scenarios, directory, size):
+    """Run scenarios of this file, one after the other, on `size` ranks; 0 runs them unsharded, without a launcher."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    command = (command if size else [sys.executable]) + [__file__, scenario, str(directory)]
+    command = (command if size else [sys.executable]) + [__file__, scenarios, str(directory)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
@@ -118,6 +118,24 @@ def test_trainer_equals_the_unsharded_run(tmp_path):
         assert (plain / "final" / name).read_text() == (tp / "final" / name).read_text()
 
 
+# -- misuse -------------------------------------------------------------------------------------------------------------
+
+
+def run_misuse(directory, parallelize):
+    from accelerate import Accelerator
+
+    model = parallelize(build(), timeout_s=2)
+    accelerator = Accelerator(cpu=True)
+    assert "ParallelismConfig(tp_size=2)" in refused(AutoTPError, accelerator.prepare, model)
+    rank = dist.get_rank()
+    if rank == 0:  # the usual mistake
+        text = refused(GatherError, model.save_pretrained, str(directory / "alone"))
+        assert "rank(s) [1] did not come within 2 s" in text and not (directory / "alone" / "config.json").exists()
+    dist.barrier()
+    accelerator.free_memory()
+    type(accelerator.state)._reset_state(reset_partial_state=True)  # the next scenario names its own parallelism
+
+
 # -- accelerate ---------------------------------------------------------------------------------------------------------
 
 
@@ -190,8 +208,8 @@ def check_generation(model, full):
         assert torch.equal(mine, theirs)
 
 
-def test_accelerate_equals_the_unsharded_run(tmp_path):
-    launch("accelerate", tmp_path, 2)
+def test_accelerate_names_misuse_and_equals_the_unsharded_run(tmp_path):
+    launch("misuse,accelerate", tmp_path, 2)
     assert_same_weights(tmp_path / "final", tmp_path / "idiom", 0)
     assert "distributed_config" not in (tmp_path / "final" / "config.json").read_text()
     from safetensors.torch import load_file
@@ -201,28 +219,8 @@ def test_accelerate_equals_the_unsharded_run(tmp_path):
     assert all(torch.equal(saved[name], whole[name]) for name in saved) and len(saved) >= len(whole) - 1
 
 
-# -- misuse -------------------------------------------------------------------------------------------------------------
-
-
-def run_misuse(directory, parallelize):
-    from accelerate import Accelerator
-
-    model = parallelize(build(), timeout_s=2)
-    accelerator = Accelerator(cpu=True)
-    assert "ParallelismConfig(tp_size=2)" in refused(AutoTPError, accelerator.prepare, model)
-    rank = dist.get_rank()
-    if rank == 0:  # the usual mistake
-        text = refused(GatherError, model.save_pretrained, str(directory / "alone"))
-        assert "rank(s) [1] did not come within 2 s" in text and not (directory / "alone" / "config.json").exists()
-    dist.barrier()
-
-
-def test_misuse_is_named(tmp_path):
-    launch("misuse", tmp_path, 2)
-
-
 def main():
-    scenario, directory = sys.argv[1], Path(sys.argv[2])
+    scenarios, directory = sys.argv[1].split(","), Path(sys.argv[2])
     if "RANK" in os.environ:
         from autotp import parallelize
     else:
@@ -230,7 +228,8 @@ def main():
         def parallelize(model):
             return model
 
-    {"trainer": run_trainer, "accelerate": run_accelerate, "misuse": run_misuse}[scenario](directory, parallelize)
+    for scenario in scenarios:
+        {"trainer": run_trainer, "accelerate": run_accelerate, "misuse": run_misuse}[scenario](directory, parallelize)
     if dist.is_initialized():
         dist.destroy_process_group()
 
