@@ -31,13 +31,28 @@ from tests.command import llama_config, make_tokenizer, run_cli, save_checkpoint
 
 def vit_config():
     return ViTConfig(
-        **dict(hidden_size=8, num_attention_heads=2, intermediate_size=12, num_hidden_layers=1, image_size=8, patch_size=4)
+        **dict(hidden_size=8, num_attention_heads=4, intermediate_size=12, num_hidden_layers=1, image_size=8, patch_size=4)
     )
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return save_checkpoint(tmp_path_factory.mktemp("llama"))
+
+
+def run_in_pool(group, work, args):
+    return work(*args)
+
+
+@pytest.fixture
+def launched(ranks, monkeypatch):
+    """The command's ranks are the session's, all of them: started they are for the tests that are about starting."""
+
+    def launch(work, size, *args):
+        return ranks.run(run_in_pool, work, args, size=size)[0]
+
+    monkeypatch.setattr(autotp.cli.verify, "run_ranks", launch)
+    return ranks.count
 
 
 # -- plan -----------------------------------------------------------------------------------------------------------------
@@ -81,9 +96,9 @@ def test_plan_exits_nonzero_if_nothing_is_split(tmp_path, capsys):
     assert not Plan.from_json(run_cli("plan", tmp_path, "--tp", 16, "--json", code=1, capsys=capsys).out).shards
 
 
-def edit_plan(directory, path, drop, capsys):
-    """The plan of a directory over two ranks without the modules whose names end so, written to `path`."""
-    data = json.loads(run_cli("plan", directory, "--tp", 2, "--json", capsys=capsys).out)
+def edit_plan(directory, path, drop, capsys, tp=2):
+    """The plan of a directory over `tp` ranks without the modules whose names end so, written to `path`."""
+    data = json.loads(run_cli("plan", directory, "--tp", tp, "--json", capsys=capsys).out)
     data["modules"] = [module for module in data["modules"] if not module["name"].endswith(drop)]
     path.write_text(json.dumps(data))
     return path
@@ -173,8 +188,8 @@ def test_wrong_arguments(args, capsys):
 # -- verify ---------------------------------------------------------------------------------------------------------------
 
 
-def test_verify_passes_on_text(checkpoint, capsys):
-    out = run_cli("verify", checkpoint, "--tp", 2, capsys=capsys).out
+def test_verify_passes_on_text(checkpoint, launched, capsys):
+    out = run_cli("verify", checkpoint, "--tp", launched, capsys=capsys).out
     assert "proof: proved" in out and "inputs: text as input_ids; float32" in out and out.endswith("verify passed\n")
     assert "99.6% of the parameters split" in out and "grad_norm" in out and "gradient of model." in out
 
@@ -192,10 +207,11 @@ def test_verify_prints_one_json_object(tmp_path):
     assert said["errors"]["transformer.h.0.attn.c_attn.weight"] < said["tolerances"]["gradient"]
 
 
-def test_verify_of_pictures_and_an_edited_plan(tmp_path, capsys):
+def test_verify_of_pictures_and_an_edited_plan(tmp_path, launched, capsys):
     ViTForImageClassification(vit_config()).save_pretrained(tmp_path)
-    path = edit_plan(tmp_path, tmp_path / "plan.json", ("mlp.fc1", "mlp.fc2", "intermediate.dense", "output.dense"), capsys)
-    said = json.loads(run_cli("verify", tmp_path, "--tp", 2, "--plan", path, "--json", capsys=capsys).out)
+    drop = ("mlp.fc1", "mlp.fc2", "intermediate.dense", "output.dense")
+    path = edit_plan(tmp_path, tmp_path / "plan.json", drop, capsys, launched)
+    said = json.loads(run_cli("verify", tmp_path, "--tp", launched, "--plan", path, "--json", capsys=capsys).out)
     assert said["passed"] and said["inputs"] == "random pixel_values" and said["split_share"] > 0
 
 

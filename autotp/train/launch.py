@@ -265,7 +265,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
     text = str(error).strip() or type(error).__name__
     known = isinstance(error, AutoTPError)
     lost = not known and isinstance(error, RuntimeError | OSError) and bool(_LOST.search(text))
-    message = text if known else f"{type(error).__name__}: {text}"
+    message = " ".join((text if known else f"{type(error).__name__}: {text}").split())
     return dict(
         how=type(error).__name__, message=message, lost=lost, time=time.time(), trace=traceback.format_exc(), pickled=pickled
     )
