@@ -134,6 +134,16 @@ def test_two_data_ranks_equal_the_plain_loop(ranks, source, tmp_path):
     compare(options, ranks.run(run_ranks, options, True, size=4), 2 * options.grad_accum)
 
 
+def run_seeds(group, options):
+    train(options, None, grid())
+    return torch.initial_seed()
+
+
+def test_the_ranks_of_a_model_draw_alike_and_those_of_other_data_differently(ranks, source, tmp_path):
+    options = make_options(source, tmp_path / "out", dp=2, steps=1, seed=5)
+    assert ranks.run(run_seeds, options, size=4) == [5, 5, 6, 6]
+
+
 def test_gradient_checkpointing_computes_again(source, tmp_path, monkeypatch):
     from transformers.models.llama import modeling_llama
 
@@ -200,7 +210,8 @@ def test_bfloat16_with_float32_masters(ranks, source, tmp_path):
     given = dict(dtype="bfloat16", lr=4e-4, eps=1e-8, steps=8, grad_accum=2, clip=0.0)
     whole = make_options(source, tmp_path / "whole", tp=1, **given)
     losses, model = train_with_masters(whole)
-    result = train(whole)
+    norms = []
+    result = train(whole, lambda event: norms.append(event["grad_norm"]))
     assert result.losses == pytest.approx(losses, rel=1e-4)
     saved = LlamaForCausalLM.from_pretrained(whole.out)
     assert saved.dtype == torch.bfloat16
@@ -210,7 +221,9 @@ def test_bfloat16_with_float32_masters(ranks, source, tmp_path):
     moved = sum(int((mine != first).sum()) for mine, _, first in pairs)
     assert differing < 0.02 * moved
     split = make_options(source, tmp_path / "split", **given)
-    assert ranks.run(run_ranks, split)[0][0].losses == pytest.approx(losses, rel=3e-3)
+    halves, events = ranks.run(run_ranks, split)[0]
+    assert halves.losses == pytest.approx(losses, rel=3e-3)
+    assert [event["grad_norm"] for event in events] == pytest.approx(norms, rel=2e-2)
     without = make_options(source, tmp_path / "without", tp=1, **{**given, "master_weights": False})
     train(without)  # norms, which are 1, can't move by 4e-4 in bfloat16
     one = LlamaForCausalLM.from_pretrained(without.out).model.norm.weight
