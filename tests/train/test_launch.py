@@ -64,7 +64,7 @@ def test_result_messages_and_log(tmp_path):
     messages = []
     assert launch_ranks(add_up, 2, "x", log=tmp_path / "log", on_message=messages.append) == (0, 2, "x")
     assert messages == [("sum", 2.0)] * 2
-    assert sorted((tmp_path / "log").read_text().split()) == sorted("rank 0 prints rank 1 prints".split())
+    assert sorted((tmp_path / "log").read_text().split()) == sorted(["rank", "0", "prints", "rank", "1", "prints"])
     assert not send_message("outside of ranks")
 
 
