@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..errors import PlanError, ProofError
 from .arguments import copy_arguments
+from .compare import compare, compare_gradient
 from .intercept import Interceptor, flatten, keep_state, running
-from .prove import compare, compare_gradient
 from .record import ModuleCall
 from .shadow import Shadow
 

@@ -39,13 +39,13 @@ class Hints:
 
     def fit(self, reduction: Reduction) -> bool:
         """Whether dropped layers have the hints of the ones that stand for them."""
-
-        def below(prefix: str) -> dict[str, tuple[Any, Any]]:
-            inside = [name for name in self.names if is_inside(name, prefix)]
-            return {name[len(prefix) :]: (self.edits.get(name), self.forwards.get(name)) for name in inside}
-
         pairs = [(own, n, stands) for own, members in reduction.dropped.items() for n, stands in members.items()]
-        return all(below(f"{own}.{number}") == below(f"{own}.{stands}") for own, number, stands in pairs)
+        return all(self.below(f"{own}.{number}") == self.below(f"{own}.{stands}") for own, number, stands in pairs)
+
+    def below(self, prefix: str) -> dict[str, tuple[Any, Any]]:
+        """What is said of module `prefix` and those in it, by their names in there."""
+        inside = [name for name in self.names if is_inside(name, prefix)]
+        return {name[len(prefix) :]: (self.edits.get(name), self.forwards.get(name)) for name in inside}
 
     def add_to(
         self, modules: dict[str, ModulePlan], scopes: Iterable[str] | None = None, holds: Callable[[str], bool] = lambda _: True

@@ -146,7 +146,7 @@ def _discover(model: nn.Module, tp_size: int, head: str, inputs: Any, hints: Hin
     if tp_size == 1:
         return finish_plan(model, tp_size, (), (), {}, None)
     prove_forwards(model, inputs, hints)
-    runs = record_runs(model, inputs, hints.fit(find_reduction(model)), hints.forwards)
+    runs = record_runs(model, inputs, hints.fit(find_reduction(model)), hints.forwards, tell=lambda name: repr(hints.below(name)))
     whole: dict[str, str] = dict.fromkeys(read_elsewhere(model, runs.records), "its weight is read outside its forward")
     try:
         made = _discover_beside(model, runs, tp_size, head, inputs, whole, hints)
@@ -189,8 +189,11 @@ def _discover_beside(
         return finish_plan(model, tp_size, planned, regions, {**reasons, **why}, head_name)
 
     sizes, rewrite = count_parameters(model), partial(rewrite_modules, forwards=hints.forwards)
+    for name in (half := runs.half_run()):
+        reasons.setdefault(name, "held in several places, some of which no example call runs")
+    blocked = edge_parameters(model) | half
     try:
-        planner = Planner(runs, tp_size, edge_parameters(model), sizes, assemble, rewrite, hints)
+        planner = Planner(runs, tp_size, blocked, sizes, assemble, rewrite, hints)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         why = f"its backward does not run in evaluation: {' '.join(str(error).split())[:120]}"
         return replace(finish_plan(model, tp_size, (), (), {"": why}, None), proof=f"not proved: {why}")
@@ -200,7 +203,7 @@ def _discover_beside(
         try:
             prove(runs.shadow, keep_modules(made, runs.reduction) or made, runs.references(), rewrite)
         except (ProofError, PlanError):
-            made = Planner(runs, tp_size, edge_parameters(model), sizes, assemble, rewrite, hints).plan()
+            made = Planner(runs, tp_size, blocked, sizes, assemble, rewrite, hints).plan()
     check_ties(model, made)
     _prove_as_trained(made, runs, rewrite)
     return made

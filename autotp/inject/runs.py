@@ -15,14 +15,15 @@ from .discover import MOST_FILLED
 from .examples import make_examples
 from .forwards import Forward, replace_forward
 from .plan import Plan
-from .prove import Reference, make_reference
 from .record import Record, Recorder
 from .reduce import Reduction, find_reduction, reads_emptied, share_unrun
+from .reference import Reference, make_reference
 from .shadow import Shadow
 
 SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: no plan may hold for one shape alone
 WIDE_SHAPES = ((2, 5), (3, 4))  # the same for models of more than WIDE parameters, whose activations take the memory
 WIDE = 10**9
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # which no forward calls
 SHARE_ROUNDS = 3  # other modules in one layer can change what the next one picks
 
 
@@ -41,6 +42,21 @@ class Runs:
         """Names of the modules that some call runs, and of those whose Parameters it uses without them."""
         sites = {key[0].rpartition(".")[0] for record in self.records for key in record.sites}
         return sites.union(*(record.module_calls for record in self.records))
+
+    def half_run(self) -> set[str]:
+        """Parameters held in several places of which no call reaches some: what fits the others need not fit there."""
+        modules = dict(self.shadow.model.named_modules(remove_duplicate=False))
+        ran = {id(modules[name]) for name in self.ran}
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.shadow.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+
+        def is_reached(name: str) -> bool:
+            parts = name.split(".")[:-1]
+            holders = [modules[".".join(parts[:depth])] for depth in range(1, len(parts) + 1)]
+            return all(id(holder) in ran or isinstance(holder, CONTAINERS) for holder in holders)
+
+        return {held[0] for held in names.values() if len(held) > 1 and not all(map(is_reached, held))}
 
     def references(self) -> list[Reference]:
         """The recorded calls with cotangents pulled back, for the proof."""

@@ -23,9 +23,11 @@ from .callsites import ShapeFix
 from .intercept import Interceptor, keep_state, running
 from .placement import Placement
 from .plan import ATTENTION_STYLES, Plan, fold_name
-from .prove import RankRun, Reference, Rewrite, cut_shadow, leave_out
+from .prove import Rewrite, leave_out
+from .rank_run import RankRun, cut_shadow
 from .reads import log_reads, sizes_in, with_sizes
 from .record import ModuleCall, SiteKey, columns
+from .reference import Reference
 from .regions import FoundRegion, _classes, _patterns
 from .shaperule import LocalRun, Noted, Seen, WholeRun, make_fixes
 from .shaperule import Place as CallPlace

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .gathered import splits_alone
 from .placement import Placement
-from .prove import Reference
+from .reference import Reference
 
 UNRUN = "no example call runs it"
 LOOKUP = "a lookup table, whose columns no region takes"
