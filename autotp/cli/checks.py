@@ -9,27 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AutoTPError
+from ..paths import nearest_path
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """` Did you mean X?` for the name most like `name`; empty if none is."""
     found = difflib.get_close_matches(name, list(names), 1, cutoff=0.6)
     return f" Did you mean {found[0]}?" if found else ""
-
-
-def nearest_path(path: str | os.PathLike) -> str:
-    """The same for a path that is not there: its first part that is missing, among those beside it."""
-    whole = Path(path)
-    for part in [*reversed(whole.parents), whole]:
-        if part.exists():
-            continue
-        try:
-            beside = os.listdir(part.parent)
-        except OSError:
-            return ""
-        found = difflib.get_close_matches(part.name, beside, 1, cutoff=0.6)
-        return f" Did you mean {part.parent / found[0] / whole.relative_to(part)}?" if found else ""
-    return ""
 
 
 def load_config(model: str) -> Any:
@@ -56,34 +42,6 @@ def _check_directory(model: str) -> None:
     looks = model.startswith(("/", ".", "~")) or model.count("/") > 1
     if looks and not path.exists():
         raise AutoTPError(f"MODEL {model}: there is no such directory.{nearest_path(path)}")
-
-
-def check_tokenizer(model: str) -> None:
-    """Refuse a model whose tokenizer can't be loaded, or is empty because its files are missing."""
-    from transformers import AutoTokenizer
-
-    way_out = "copy tokenizer.json and tokenizer_config.json of the model into its directory"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except Exception as error:  # transformers raises whatever its many tokenizers do where files are missing
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise AutoTPError(f"{model} has no tokenizer that transformers can load ({said[0]}): {way_out}") from error
-    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
-        raise AutoTPError(f"{model} has no tokenizer: its vocabulary is empty, as its files are missing. {way_out.capitalize()}")
-
-
-def check_text(option: str, path: str) -> None:
-    """Refuse a data file that is not there, empty, or may not be read."""
-    if Path(path).is_dir():
-        return  # a file that is wrong in another way
-    check_file(option, path)
-    try:
-        with open(path, "rb") as file:
-            first = file.read(1)
-    except OSError as error:
-        raise AutoTPError(f"{option} {path} can't be read: {error.strerror or error}") from error
-    if not first:
-        raise AutoTPError(f"{option} {path} is empty: there is nothing to train on")
 
 
 def check_file(option: str, path: str) -> None:

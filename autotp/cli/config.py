@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from ..errors import AutoTPError
-from .checks import nearest, nearest_path
+from ..paths import nearest_path
+from .checks import nearest
 
 
 class _Loader(yaml.SafeLoader):

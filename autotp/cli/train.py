@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.gguf import convert_beside, find_gguf
 from ..comm import init_process_group_from_env
 from ..errors import AutoTPError
 from ..train.launch import send_message, under_torchrun
 from ..train.options import TrainOptions
 from ..train.run import TrainInterrupted, TrainResult, check_data, train
-from ..train.setup import find_gguf
-from .checks import check_file, check_out, check_ranks, check_text, check_tokenizer, load_config
+from ..train.setup import load_tokenizer
+from .checks import check_file, check_out, check_ranks, load_config
 from .config import read_config
-from .gguf import convert_gguf
 from .ranks import Failure, SpokenFor, explain_memory, is_memory_error, is_other_rank, run_ranks, write_trace
 from .screen import TrainBar, show_progress
 
@@ -64,17 +64,14 @@ def prepare(options: TrainOptions) -> TrainOptions:
         AutoTPError: what is missing, with the name most like it.
     """
     check_out(options.out)
-    for option, paths in (("--data", options.data), ("--eval-data", options.eval_data or ())):
-        for path in paths:
-            check_text(option, path)
     check_data(options)
     if options.plan is not None:
         check_file("--plan", options.plan)
     gguf = find_gguf(options.model)
     if gguf is not None:
-        options = dataclasses.replace(options, model=str(convert_gguf(gguf, Path(options.out))))
+        options = dataclasses.replace(options, model=str(convert_beside(gguf, options.out)))
     load_config(options.model)
-    check_tokenizer(options.model)
+    load_tokenizer(options.model)
     return options
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AutoTPError
+from ..paths import nearest_path
 
 PIECE = 1 << 16  # bytes of a text file that are made tokens at once
 ROWS = 256  # of a parquet file that are decoded at once
@@ -39,21 +40,27 @@ def check_files(paths: tuple[str, ...], flag: str) -> None:
     """Refuse what can be known to be no training data without reading it.
 
     Raises:
-        AutoTPError: a path that is missing, a directory, compressed, or `.json`; a package that is needed and missing.
+        AutoTPError: a path that is missing, a directory, compressed, `.json`, empty or not to be read; a package that is needed
+            and missing.
     """
     for path in map(Path, paths):
         if path.is_dir():
             raise AutoTPError(f"{flag} {path} is a directory: name the files in it, such as {path / '*.jsonl'}")
         if not path.is_file():
-            near = [each.name for each in path.parent.glob(path.stem[:3] + "*")][:3] if path.parent.is_dir() else []
-            hint = f": there is {', '.join(near)}" if near else ": check the path"
-            raise AutoTPError(f"{flag} {path}: there is no such file{hint}")
+            raise AutoTPError(f"{flag} {path}: there is no such file.{nearest_path(path) or ' Check the path.'}")
         if path.suffix in PACKED:
             raise AutoTPError(f"{flag} {path} is compressed: unpack it first")
         if path.suffix == ".json":
             raise AutoTPError(f"{flag} {path}: a .json file is read whole; write one object a line and name it .jsonl")
         if path.suffix in (".parquet", ".arrow"):
             _pyarrow(path)
+        try:
+            with open(path, "rb") as file:
+                first = file.read(1)
+        except OSError as error:
+            raise AutoTPError(f"{flag} {path} can't be read: {error.strerror or error}") from error
+        if not first:
+            raise AutoTPError(f"{flag} {path} is empty: there is nothing in it to learn from")
 
 
 def iterate_records(path: str, offset: int = 0, text_field: str = "text") -> Iterator[Record]:

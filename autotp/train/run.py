@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import get_scheduler
 
+from ..checkpoint.gguf import convert_beside, find_gguf
 from ..checkpoint.save import save_pretrained
 from ..errors import AutoTPError
 from .batches import TrainBatches, count_labels, eval_batches
@@ -108,6 +109,11 @@ class _Run:
     """The parts of a run, made in an order that finds mistakes before weights are read."""
 
     def __init__(self, options: TrainOptions, places: Places) -> None:
+        gguf = find_gguf(options.model)
+        if gguf is not None:
+            with places.together(f"converting {gguf}"):
+                made = str(convert_beside(gguf, options.out)) if places.is_main else ""
+            options = replace(options, model=places.gather(made)[0])
         self.options, self.places = options, places
         with places.together("checking the options"):
             check_data(options)

@@ -9,11 +9,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
-from ..errors import AutoTPError, CheckpointError
+from ..errors import AutoTPError
 from ..inject.plan import Plan
-from ..inject.rewrite import from_pretrained, parallelize
+from ..inject.rewrite import from_pretrained
 from .options import TrainOptions
 from .places import Places
 
@@ -39,39 +39,21 @@ def make_accelerator(options: TrainOptions, places: Places) -> Accelerator:
     return accelerator
 
 
-def find_gguf(model: str) -> Path | None:
-    """The GGUF file that MODEL is, or the only one in its directory if there are no safetensors.
-
-    Raises:
-        CheckpointError: several.
-    """
-    path = Path(model)
-    if path.suffix == ".gguf" and path.is_file():
-        return path
-    found = sorted(path.glob("*.gguf")) if path.is_dir() and not list(path.glob("*.safetensors")) else []
-    if len(found) > 1:
-        raise CheckpointError(
-            f"{model} holds {len(found)} GGUF files, {', '.join(each.name for each in found)}: name one of them"
-        )
-    return found[0] if found else None
-
-
 def load_tokenizer(model: str) -> Any:
     """The model's tokenizer.
 
     Raises:
-        AutoTPError: there is none.
+        AutoTPError: there is none, or its vocabulary is empty because its files are missing.
     """
-    gguf = find_gguf(model)
+    way_out = "copy tokenizer.json and tokenizer_config.json of the model into its directory"
     try:
-        if gguf is not None and not (gguf.parent / "tokenizer_config.json").exists():
-            return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        return AutoTokenizer.from_pretrained(model if gguf is None else gguf.parent)
+        tokenizer = AutoTokenizer.from_pretrained(model)
     except Exception as error:  # tokenizers fail in many ways
-        raise AutoTPError(
-            f"{model} has no tokenizer that can be loaded: {error}. Put the tokenizer's files (tokenizer.json, "
-            f"tokenizer_config.json) into the model's directory."
-        ) from error
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise AutoTPError(f"{model} has no tokenizer that transformers can load ({said[0]}): {way_out}") from error
+    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
+        raise AutoTPError(f"{model} has no tokenizer: its vocabulary is empty, as its files are missing: {way_out}")
+    return tokenizer
 
 
 def load_model(options: TrainOptions, places: Places) -> nn.Module:
@@ -80,21 +62,14 @@ def load_model(options: TrainOptions, places: Places) -> nn.Module:
     Raises:
         AutoTPError: no such model, or one that can't be trained on text.
     """
-    gguf = find_gguf(options.model)
-    _check_config(options.model, gguf)
+    _check_config(options.model)
     plan: Any = "auto"
     if options.plan is not None:
         try:
             plan = Plan.from_json(Path(options.plan).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, AutoTPError) as error:
             raise AutoTPError(f"--plan {options.plan}: {error}") from error
-    dtype = getattr(torch, options.dtype)
-    if gguf is None:
-        model = from_pretrained(options.model, places.tp, plan=plan, dtype=dtype)
-    else:
-        with places.together(f"reading {gguf}"):
-            whole = _read_gguf(gguf, dtype)
-        model = parallelize(whole, places.tp, plan=plan)
+    model = from_pretrained(options.model, places.tp, plan=plan, dtype=getattr(torch, options.dtype))
     if options.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise AutoTPError(f"{type(model).__name__} has no gradient checkpointing: leave --gradient-checkpointing out")
@@ -110,9 +85,9 @@ def _checkpoint_gradients(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def _check_config(model: str, gguf: Path | None) -> None:
+def _check_config(model: str) -> None:
     try:
-        config = AutoConfig.from_pretrained(model) if gguf is None else None
+        config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise AutoTPError(
             f"can't read the config of {model}, neither a directory nor a hub id that is known here: {error}"
@@ -122,20 +97,3 @@ def _check_config(model: str, gguf: Path | None) -> None:
         raise AutoTPError(
             f"{model} ({', '.join(names)}) does not predict the next token of a text: train a causal language model"
         )
-
-
-def _read_gguf(path: Path, dtype: torch.dtype) -> nn.Module:
-    """The whole model of a GGUF file, dequantized; on every rank, since the format can't be read in slices here."""
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
-    except ImportError as error:
-        raise AutoTPError(f"{path} needs the gguf package to be read: pip install gguf") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"can't read {path}: {error}") from error
-    config = loaded.config
-    if hasattr(config, "quantization_config"):  # it describes the GGUF file, not what is trained
-        del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.load_state_dict(loaded.state_dict())
-    model.generation_config = loaded.generation_config
-    return model

@@ -177,7 +177,9 @@ def test_picked_modules_with_hints_of_their_own_stand_for_no_other():
     for adapter in model.adapters.values():
         adapter.size = 7
     attrs = {"adapters.en": {"size": (3, 4)}}
-    with pytest.raises(autotp.errors.AutoTPError, match=r"adapters\.en"):  # it never runs, so nothing shows that the hint is right
+    with pytest.raises(
+        autotp.errors.AutoTPError, match=r"adapters\.en"
+    ):  # it never runs, so nothing shows that the hint is right
         make_plan(model, 2, inputs={"x": x}, attrs=attrs)
     plan = make_plan(model, 2, inputs={"x": x}, attrs={"adapters.*": {"size": (3, 4)}})
     assert all(plan[f"adapters.{name}"].attrs["size"] == (3, 4) for name in ("de", "en", "fr"))

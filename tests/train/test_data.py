@@ -251,7 +251,7 @@ def test_bad_files_are_named(tokenizer, tmp_path):
     (tmp_path / "a.txt.gz").write_text("")
     for name, said in (
         *(("a.json", "one object a line"), ("a.txt.gz", "unpack it"), ("", "is a directory")),
-        ("latin.text", "there is no such file: there is latin.txt"),
+        ("latin.text", "there is no such file. Did you mean .*latin.txt"),
     ):
         with pytest.raises(AutoTPError, match=said):
             check_files((str(tmp_path / name),), "--data")

@@ -30,24 +30,24 @@ def fail_on_last(value):
     time.sleep(60)
 
 
-def note_signals():
-    """Counts signals, tells of the first one, and never ends by itself."""
+def wait_for_signal():
+    """Says that it is ready, and returns when SIGINT has come."""
     seen = []
     signal.signal(signal.SIGINT, lambda *_: seen.append(1))
     send_message("ready")
     while not seen:
         time.sleep(0.01)
+
+
+def note_signals():
+    """Tells of the first signal, and never ends by itself."""
+    wait_for_signal()
     send_message("noted")
-    while True:
-        time.sleep(0.01)
+    time.sleep(60)
 
 
 def stop_when_asked():
-    seen = []
-    signal.signal(signal.SIGINT, lambda *_: seen.append(1))
-    send_message("ready")
-    while not seen:
-        time.sleep(0.01)
+    wait_for_signal()
     return "stopped"
 
 

@@ -267,7 +267,7 @@ def test_a_given_plan_is_used(ranks, source, tmp_path):
     [
         (dict(tp=2), "there is no process group"),
         (dict(tp=1, data="typo"), "--data .*typo.jsonl: there is no such file"),
-        (dict(tp=1, model="nowhere"), "nowhere has no tokenizer that can be loaded"),
+        (dict(tp=1, model="nowhere"), "nowhere has no tokenizer that transformers can load"),
         (dict(tp=1, seq_length=100000), "no whole sequence of 100000 tokens.*smaller --seq-length"),
     ],
 )
