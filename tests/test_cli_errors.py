@@ -17,9 +17,9 @@ from autotp.cli.main import main
 from autotp.cli.ranks import explain_memory
 from autotp.cli.train import train_rank
 from autotp.errors import AutoTPError
-from autotp.paths import nearest_path
 from autotp.train.launch import send_message
 from autotp.train.options import TrainOptions
+from autotp.train.paths import nearest_path
 from tests.command import finish, run_cli, save_checkpoint, start, train_args
 
 EVENT = dict(step=7, steps=9, loss=2.0, lr=1e-5, tokens_per_s=10.0, mfu=None, memory_gib=1.0)

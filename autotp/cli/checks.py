@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AutoTPError
-from ..paths import nearest_path
+from ..train.paths import nearest_path
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

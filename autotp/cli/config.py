@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from ..errors import AutoTPError
-from ..paths import nearest_path
+from ..train.paths import nearest_path
 from .checks import nearest
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AutoTPError
-from ..paths import nearest_path
+from .paths import nearest_path
 
 PIECE = 1 << 16  # bytes of a text file that are made tokens at once
 ROWS = 256  # of a parquet file that are decoded at once
