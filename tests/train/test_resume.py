@@ -51,6 +51,7 @@ def run_until(group, options, last=None, number=signal.SIGINT, sender=0, mesh=Fa
         if event["step"] == last - 1:
             os.kill(os.getpid(), number)
 
+    handler = signal.getsignal(signal.SIGINT)
     if last is not None and rank == sender and sender:  # a rank that is told nothing
         from autotp.train import run as run_file
 
@@ -67,7 +68,7 @@ def run_until(group, options, last=None, number=signal.SIGINT, sender=0, mesh=Fa
         result = train(options, tell if last is not None else None, grid() if mesh else group)
         return list(result.losses)
     except TrainInterrupted as stopped:
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is handler
         return stopped.step, stopped.checkpoint, str(stopped)
     finally:
         if last is not None and rank == sender and sender:
@@ -166,6 +167,7 @@ def test_a_failed_write_leaves_the_older_checkpoint(source, tmp_path, monkeypatc
 
 
 def test_a_second_interrupt_does_not_wait():
+    handler = signal.getsignal(signal.SIGINT)
     with StopSignals() as signals:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
@@ -173,7 +175,7 @@ def test_a_second_interrupt_does_not_wait():
         assert signals.seen
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 # -- numbers that are none ------------------------------------------------------------------------------------------------
