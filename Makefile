@@ -1,7 +1,7 @@
 # make demo, make test: on a machine with only Python >= 3.11 each makes .venv, installs the pinned versions and runs.
 #   PYTHON           the interpreter that makes .venv (the first of python3, python3.13, ... that is new enough)
 #   TORCH_INDEX_URL  an index to take torch from, e.g. PyTorch's CPU-only one; unset: wherever pip looks anyway
-#   ARGS             passed on to pytest or to the demo
+#   ARGS             passed on to pytest or to the demo; ARGS="-n 0" runs the tests in one process
 
 NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -19,7 +19,7 @@ demo: $(INSTALLED)
 	$(RUN) $(PY) scripts/demo.py $(ARGS)
 
 test: $(INSTALLED)
-	$(RUN) $(PY) -m pytest $(ARGS)
+	$(RUN) $(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 # On a GPU machine, with the python and torch that it has: make test-gpu PYTHON=python3
 test-gpu:

@@ -146,7 +146,8 @@ def _discover(model: nn.Module, tp_size: int, head: str, inputs: Any, hints: Hin
     if tp_size == 1:
         return finish_plan(model, tp_size, (), (), {}, None)
     prove_forwards(model, inputs, hints)
-    runs = record_runs(model, inputs, hints.fit(find_reduction(model)), hints.forwards, tell=lambda name: repr(hints.below(name)))
+    tell = (lambda name: repr(hints.below(name))) if hints else None
+    runs = record_runs(model, inputs, hints.fit(find_reduction(model)), hints.forwards, tell)
     whole: dict[str, str] = dict.fromkeys(read_elsewhere(model, runs.records), "its weight is read outside its forward")
     try:
         made = _discover_beside(model, runs, tp_size, head, inputs, whole, hints)
