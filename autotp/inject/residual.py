@@ -1,7 +1,7 @@
 """A residual sum and the norm that reads it, in one kernel: found in a layer's source, run while the layer is what it was.
 
 The sum's expression computes the norm as well and leaves it with the norm module, which gives it out when it is called with that
-very tensor, and computes it itself with any other. So hooks and adapters see what they would, and a checkpoint's recomputation too.
+very tensor, and computes it itself with any other. So hooks and adapters see what they would, and checkpoints recompute it.
 """
 
 from __future__ import annotations
