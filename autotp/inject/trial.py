@@ -13,13 +13,14 @@ TOLERANCE = 1e-5  # of a tensor's largest number: many norms compute in float32 
 
 
 def make_twin(module: nn.Module, children: dict[str, nn.Module]) -> Any:
-    """`module` with random parameters and other `children`, and without hooks; everything else is shared with it."""
+    """`module` with random parameters, copies of its buffers and other `children`, without hooks; all else is shared with it."""
     twin = object.__new__(type(module))
     twin.__dict__ = {key: OrderedDict() if key.endswith("_hooks") else value for key, value in module.__dict__.items()}
     twin._parameters = {
         name: None if parameter is None else nn.Parameter(torch.randn(parameter.shape, dtype=torch.float64))
         for name, parameter in module._parameters.items()
     }
+    twin._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
     twin._modules = {**module._modules, **children}
     return twin
 

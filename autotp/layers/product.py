@@ -131,9 +131,14 @@ class _Product(torch.autograd.Function):
 
 def _run_one(spec: ProductSpec, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     if not spec.leaves:
-        return spec.run(x, weight, _cast(bias, dtype))
-    y = sum_owned(spec.run(x, weight), spec.group, spec.reduce_dtype)
+        return _own(spec.run(x, weight, _cast(bias, dtype)))
+    y = _own(sum_owned(spec.run(x, weight), spec.group, spec.reduce_dtype))
     return y if bias is None else y.add_(bias.to(y.dtype))
+
+
+def _own(y: Tensor) -> Tensor:
+    """`y`, no view of what the product made: autograd allows no changes in place of a view that a Function returns."""
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 
 def sum_owned(tensor: Tensor, group: TPGroup, dtype: torch.dtype | None) -> Tensor:

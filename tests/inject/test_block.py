@@ -291,3 +291,17 @@ def test_autocast():
             want, got = plain(**inputs).logits, fused(**inputs).logits
     assert got.dtype is want.dtype
     assert (got - exact).abs().max() <= 2 * (want - exact).abs().max()
+
+
+def test_looking_changes_nothing():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.mlp = nn.BatchNorm1d(8), Gated()
+
+    model = Model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    find_fusions(model)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
