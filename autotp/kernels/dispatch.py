@@ -96,8 +96,16 @@ def rather_not_triton(problem: Problem) -> list[str]:
     return ["interprets its kernels on the CPU, for tests"] if problem.device == "cpu" else []
 
 
-def _triton(run: str, why_not: Callable[[Problem], list[str]] = why_not_triton) -> Backend:
-    return Backend("triton", run, why_not, rather_not_triton)
+def _rather_not_triton_norm(problem: Problem) -> list[str]:
+    return rather_not_triton(problem) + ["a row of 1 has nothing but rounding to it"] * (problem.width == 1)
+
+
+def _triton(
+    run: str,
+    why_not: Callable[[Problem], list[str]] = why_not_triton,
+    rather_not: Callable[[Problem], list[str]] = rather_not_triton,
+) -> Backend:
+    return Backend("triton", run, why_not, rather_not)
 
 
 # The one place where backends are ordered; scripts/bench_kernels.py measures them.
@@ -105,12 +113,12 @@ BACKENDS: dict[str, list[Backend]] = {
     "linear": [Backend("reference", reference.linear)],
     "linear_transposed": [Backend("reference", reference.linear_transposed)],
     "norm_forward": [
-        _triton("triton_norm:norm_forward", _why_not_triton_norm),
+        _triton("triton_norm:norm_forward", _why_not_triton_norm, _rather_not_triton_norm),
         Backend("torch", fused_torch.norm_forward, fused_torch.why_not_norm),
         Backend("reference", reference.norm_forward),
     ],
     "norm_backward": [
-        _triton("triton_norm:norm_backward", _why_not_triton_norm),
+        _triton("triton_norm:norm_backward", _why_not_triton_norm, _rather_not_triton_norm),
         Backend("torch", fused_torch.norm_backward, fused_torch.why_not_norm),
         Backend("reference", reference.norm_backward),
     ],

@@ -84,7 +84,8 @@ def norm_cases() -> list[Case]:
             inputs = [draw(*shape), draw(*shape), draw(width)]
             if kind == "layernorm":  # PyTorch's rms_norm has no bias
                 inputs.append(draw(width))
-            cases.append(Case(f"{kind} add {shape}", ours, plain, tuple(inputs), "x residual weight bias", backends))
+            taken = ("auto",) if width == 1 else backends  # which leaves such rows, all rounding, to PyTorch
+            cases.append(Case(f"{kind} add {shape}", ours, plain, tuple(inputs), "x residual weight bias", taken))
         x = draw(9, 11, 3 + 3 * shapes[0][-1])
         cases.append(
             Case(
