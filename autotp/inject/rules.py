@@ -31,11 +31,13 @@ from .runs import Runs, record_runs
 from .shadow import Shadow, empty_weights
 from .specs import Spec, expand_names, read_hf_plan, read_spec
 from .swap import rewrite_modules
+from .threads import one_core
 
 MOST_CALLS = 4  # of a module in one run of the model, to compare a replacement forward on
 
 
 @keep_random()
+@one_core()
 def make_plan(
     model_or_config: nn.Module | PreTrainedConfig,
     tp_size: int,
