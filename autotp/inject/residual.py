@@ -51,19 +51,25 @@ def _sums(cls: type) -> tuple[tuple[str, Rewrite], ...]:
 
 
 def _pairs(tree: Any, own: str) -> Iterator[tuple[str, ast.BinOp]]:
+    """A sum and the child that reads it next, nothing but other names being given to it in between."""
     for block in ast.walk(tree):
         sums: dict[str, ast.BinOp] = {}
-        for statement in getattr(block, "body", []) if not isinstance(block, ast.Lambda | ast.IfExp) else []:
+        for statement in block.body if isinstance(getattr(block, "body", None), list) else []:
+            value = statement.value if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name) else None
             for call in ast.walk(statement):
                 child = _reads(call, own)
-                if child and (node := sums.pop(call.args[0].id, None)) is not None:  # type: ignore[attr-defined]
+                if child and (node := sums.get(call.args[0].id)) is not None:  # type: ignore[attr-defined]
                     yield child, node
-            stored = [n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
-            for variable in stored:
-                sums.pop(variable, None)
-            value = statement.value if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name) else None
+            names = [n for n in ast.walk(statement) if isinstance(n, ast.Name)]
+            stored = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+            read = {n.id for n in names if isinstance(n.ctx, ast.Load)}
+            if isinstance(value, ast.Name) and value.id in sums:
+                sums |= dict.fromkeys(stored, sums[value.id])
+                continue
+            touched = {id(sums[name]) for name in read if name in sums}
+            sums = {name: node for name, node in sums.items() if id(node) not in touched and name not in stored}
             if len(stored) == 1 and isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
-                sums[stored[0]] = value
+                sums |= dict.fromkeys(stored, value)
 
 
 def _reads(call: ast.AST, own: str) -> str:
