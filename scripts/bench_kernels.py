@@ -5,7 +5,7 @@ python scripts/bench_kernels.py --cpu                     (small sizes in Triton
 
 Llama-3-8B's sizes at TP=2: H 4096, F 7168, 16 query and 4 kv heads of 128; bf16; M rows. "us" is device time: the calls are
 queued behind a pause, so that they run back to back, over several sets of inputs where one would stay in the cache; "host" is
-what a call costs the thread that makes it. The floor is the operation's bytes at the bandwidth of a large copy on the same device.
+what a call costs the thread that makes it. The floor is the operation's bytes at the bandwidth of a large copy on the device.
 """
 
 from __future__ import annotations

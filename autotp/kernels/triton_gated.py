@@ -26,51 +26,61 @@ def _exp(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid(x, PRECISE: tl.constexpr):
+def _divide(a, b, PRECISE: tl.constexpr):
     if PRECISE:
-        return tl.div_rn(x * 0.0 + 1.0, 1.0 + _exp(-x, PRECISE))
+        return tl.div_rn(a, b)
     else:
-        return tl.sigmoid(x)
+        return a / b
+
+
+@triton.jit
+def _sigmoid(x, PRECISE: tl.constexpr):
+    """(s, 1 - s), the second without the digits that 1 - s loses for a large x; below -80, where s is 0 in effect, it stands."""
+    e = _exp(tl.minimum(-x, 80.0), PRECISE)
+    s = _divide(tl.full(x.shape, 1.0, tl.float32), 1.0 + e, PRECISE)
+    return s, e * s
 
 
 @triton.jit
 def _tanh(x, PRECISE: tl.constexpr):
-    """1 - t loses digits where t is near 1, so there the series is taken; its first term left out is below 1e-8."""
+    """(tanh(x), its derivative).
+
+    1 - t loses digits where t is near 1, so there the series is taken; its first term left out is below 1e-8.
+    """
     size = tl.abs(x)
     t = _exp(-2.0 * size, PRECISE)
-    large = (1.0 - t) / (1.0 + t)
+    large = _divide(1.0 - t, 1.0 + t, PRECISE)
     square = x * x
     small = size * (1.0 + square * (-0.33333333 + square * (0.13333333 + square * (-0.053968254 + square * 0.021869489))))
-    result = tl.where(size < 0.25, small, large)
-    return tl.where(x < 0.0, -result, result)
+    y = tl.where(size < 0.25, small, large)
+    return tl.where(x < 0.0, -y, y), _divide(4.0 * t, (1.0 + t) * (1.0 + t), PRECISE)
 
 
 @triton.jit
 def _activate(x, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr):
     """(activation(x), its derivative); PRECISE for float32, the quicker forms where the result is rounded to 16 bits."""
     if ACTIVATION == "silu":
-        s = _sigmoid(x, PRECISE)
-        y, slope = x * s, s * (1.0 + x * (1.0 - s))
+        s, rest = _sigmoid(x, PRECISE)
+        y, slope = x * s, s * (1.0 + x * rest)
     elif ACTIVATION == "gelu":
         s = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         y, slope = x * s, s + x * 0.3989422804014327 * _exp(-0.5 * x * x, PRECISE)
     elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z)) / 2 is sigmoid(2 z), without the cancellation
-        s = _sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x), PRECISE)
-        y, slope = x * s, s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        s, rest = _sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x), PRECISE)
+        y, slope = x * s, s * (1.0 + x * rest * 1.5957691216057308 * (1.0 + 0.134145 * x * x))
     elif ACTIVATION == "gelu_quick":
-        s = _sigmoid(1.702 * x, PRECISE)
-        y, slope = x * s, s * (1.0 + 1.702 * x * (1.0 - s))
+        s, rest = _sigmoid(1.702 * x, PRECISE)
+        y, slope = x * s, s * (1.0 + 1.702 * x * rest)
     elif ACTIVATION == "mish":  # tanh(log(1 + e)) is n / (n + 2) with n = e * (e + 2); e is cut off where that is 1
         e = _exp(tl.minimum(x, 20.0), PRECISE)
         n = e * (e + 2.0)
-        t = n / (n + 2.0)
+        t = _divide(n, n + 2.0, PRECISE)
         y, slope = x * t, t + x * 4.0 * e * (1.0 + e) / ((n + 2.0) * (n + 2.0))
     elif ACTIVATION == "sigmoid":
-        y = _sigmoid(x, PRECISE)
-        slope = y * (1.0 - y)
+        y, rest = _sigmoid(x, PRECISE)
+        slope = y * rest
     elif ACTIVATION == "tanh":
-        y = _tanh(x, PRECISE)
-        slope = 1.0 - y * y
+        y, slope = _tanh(x, PRECISE)
     elif ACTIVATION == "relu":
         y, slope = tl.maximum(x, 0.0), tl.where(x > 0.0, 1.0, 0.0)
     elif ACTIVATION == "relu2":
@@ -85,7 +95,7 @@ def _activate(x, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr):
         slope = tl.where(x <= -3.0, 0.0, tl.where(x < 3.0, x / 3.0 + 0.5, 1.0))
     else:
         tl.static_assert(ACTIVATION == "identity")
-        y, slope = x, x * 0.0 + 1.0
+        y, slope = x, tl.full(x.shape, 1.0, tl.float32)
     return y, slope
 
 
