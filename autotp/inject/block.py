@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import PlanError
-from ..kernels.gated import ACTIVATIONS, gated
+from ..kernels.gated import gated
 from ..kernels.norm import norm
+from ..kernels.reference import ACTIVATIONS
 from .draws import keep_random
 from .forwards import replace_forward
 from .plan import Fusion, Plan
