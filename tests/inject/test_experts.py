@@ -182,13 +182,35 @@ class Scaled(Experts):
         return super().expert(x, e) * self.scale
 
 
+class DroppedLater(Experts):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+    def gate(self, h):
+        return self.drop(super().gate(h))
+
+
 class Dropped(Experts):
     def gate(self, h):
         return F.dropout(super().gate(h), 0.5, self.training)
 
 
 @pytest.mark.parametrize(
-    "cls", [Clamped, Detached, GateDetached, Normalised, InTraining, Residual, Biased, Scaled, Dropped, lambda: nn.Linear(3, 4)]
+    "cls",
+    [
+        Clamped,
+        Detached,
+        GateDetached,
+        Normalised,
+        InTraining,
+        Residual,
+        Biased,
+        Scaled,
+        Dropped,
+        DroppedLater,
+        lambda: nn.Linear(3, 4),
+    ],
 )
 def test_what_is_not_found(cls):
     assert find_experts("m", cls()) is None
@@ -197,9 +219,10 @@ def test_what_is_not_found(cls):
 def test_a_model_on_meta_is_tried_out_and_left_as_it_was():
     with torch.device("meta"):
         module = Experts(experts=64, hidden=4096, inside=14336, columns=28672)
+    module.act = nn.SiLU()
     before = dict(module.__dict__)
     assert find_experts("m", module) is not None
-    assert module.__dict__ == before and module.training and module.gate_up.is_meta
+    assert module.__dict__ == before and module.training and module.act.training and module.gate_up.is_meta
 
 
 # -- which calls run grouped ----------------------------------------------------------------------------------------------
