@@ -1,4 +1,4 @@
-"""Fused forwards for norms, gated MLPs and rotary embeddings, found by what a module computes and never by its name.
+"""Fused forwards for norms, gated MLPs, experts and rotary embeddings, found by what a module computes and never by its name.
 
 A module is tried out by itself: on random numbers, with stand-ins for its parameters and for the linears in it. Where it computes
 what a fused kernel does, outputs and gradients, in training and in evaluation, the kernel takes its place. What it was tried with
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 import torch
@@ -23,13 +23,14 @@ from ..kernels.gated import gated
 from ..kernels.norm import norm
 from ..kernels.reference import ACTIVATIONS
 from .draws import keep_random
+from .experts import experts_forward, find_experts
 from .forwards import replace_forward
 from .plan import Fusion, Plan
 from .residual import find_residual, rewrite_residual
 from .rotary import find_rotary, rewrite_rotary
 from .trial import Answer, agree, make_twin
 
-SCALES = (1.0, 3e-3)  # of the inputs: the small one tells values of eps apart
+SCALES = (1.0, 3e-3, 1e3)  # of the inputs: the small one tells values of eps apart, the large one reaches what is clamped
 EPSILONS = (1e-5, 1e-6)
 NORMS = ("rms", "rms1p", "layernorm")
 MOST_COLUMNS = 1 << 16  # of a linear that a stand-in answers for
@@ -42,7 +43,7 @@ def find_fusions(model: nn.Module) -> tuple[Fusion, ...]:
     for name, module in model.named_modules():
         if "forward" in module.__dict__ or any("replaced_by" in base.__dict__ for base in type(module).__mro__):
             continue
-        for find in (find_norm, find_gated, find_rotary):
+        for find in (find_norm, find_gated, find_rotary, find_experts):
             with suppress(Exception):  # a forward tried out on what it was not made for may fail in any way: it is left as it is
                 if (fusion := find(name, module)) is not None:
                     found.append(fusion)
@@ -80,6 +81,8 @@ def fuse_modules(model: nn.Module, plan: Plan) -> None:
             rewrite_rotary(module, fusion)
         elif fusion.kind == "add_norm":
             rewrite_residual(module, fusion)
+        elif fusion.kind == "experts":
+            replace_forward(module, fusion.name, experts_forward(type(module).forward, fusion.variant, *fusion.parts))
         elif fusion.kind == "gated_mlp":
             replace_forward(module, fusion.name, gated_forward(type(module).forward, *fusion.parts, fusion.variant))
         else:
@@ -162,8 +165,9 @@ def _try_gated(module: nn.Module, linears: Mapping[str, nn.Module], down: str, i
     if shapes != ([width, width] if len(ins) == 2 else [2 * width]) or max(shapes) > MOST_COLUMNS:
         return None
     found: set[tuple[str, str, str]] | None = None
-    for mode in (True, False):
-        answers = {key: torch.randn(1, 3, n, dtype=torch.float64).requires_grad_() for key, n in zip(ins, shapes, strict=True)}
+    for mode, scale in product((True, False), SCALES):
+        drawn = [torch.randn(1, 3, n, dtype=torch.float64) * scale for n in shapes]
+        answers = {key: answer.requires_grad_() for key, answer in zip(ins, drawn, strict=True)}
         stubs = {key: Answer(answer) for key, answer in answers.items()} | {down: Answer(torch.randn(1, 3, out))}
         x = torch.randn(1, 3, _sizes(linears[ins[0]])[0], dtype=torch.float64)
         result = make_twin(module, dict(stubs)).train(mode)(x)

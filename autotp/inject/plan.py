@@ -155,10 +155,10 @@ class Fusion:
 
     Attributes:
         name: full module name.
-        kind: "rms", "rms1p" or "layernorm"; "gated_mlp"; "rotary"; "add_norm": a residual sum and the norm that reads it.
-        eps: of a norm. variant: the gate's activation, or how rotary pairs columns ("half", "interleaved").
+        kind: "rms", "rms1p" or "layernorm"; "gated_mlp", "experts", "rotary"; "add_norm": a residual sum, the norm that reads it.
+        eps: of a norm. variant: the gate's activation, how the experts lie, or how rotary pairs columns ("half", "interleaved").
         parts: names of the gate, up and down linears, `linear[0]` being one half of its columns; the calls of rotary, as written;
-            the norms that read a sum.
+            the norms that read a sum; the experts' weights and arguments.
     """
 
     name: str

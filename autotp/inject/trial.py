@@ -13,7 +13,10 @@ TOLERANCE = 1e-5  # of a tensor's largest number: many norms compute in float32 
 
 
 def make_twin(module: nn.Module, children: dict[str, nn.Module]) -> Any:
-    """`module` with random parameters, copies of its buffers and other `children`, without hooks; all else is shared with it."""
+    """`module` with random parameters, copies of its buffers, other `children` and twins of the rest, without hooks.
+
+    All else is shared with it.
+    """
     twin = object.__new__(type(module))
     twin.__dict__ = {key: OrderedDict() if key.endswith("_hooks") else value for key, value in module.__dict__.items()}
     twin._parameters = {
@@ -21,7 +24,8 @@ def make_twin(module: nn.Module, children: dict[str, nn.Module]) -> Any:
         for name, parameter in module._parameters.items()
     }
     twin._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
-    twin._modules = {**module._modules, **children}
+    rest = {name: child for name, child in module._modules.items() if child is not None and name not in children}
+    twin._modules = {**module._modules, **children, **{name: make_twin(child, {}) for name, child in rest.items()}}
     return twin
 
 

@@ -101,7 +101,7 @@ class ParallelLinear(TensorParallel_Layer):
         return cls(_plain_linear(cls, weight, bias), mp_group, name=name)
 
     def multiply(self, x: Tensor, enters: bool = False, leaves: bool = False) -> Tensor:
-        """`x @ w.T + b`: x's gradient is summed over the ranks where it `enters`, the product, before the bias, where it `leaves`."""
+        """`x @ w.T + b`; x's gradient is summed over the ranks where it `enters`, the product before its bias if it `leaves`."""
         weight, bias = self.weight, self.bias
         wanted = torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
