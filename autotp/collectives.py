@@ -9,6 +9,8 @@
 | `copy_columns_to_group` | identity | all-reduce of some columns | the same, where only they enter |
 | `keep_on_first` | identity on rank 0, zeros elsewhere | all-reduce of rank 0's | a bias is added to partial sums once |
 | `sum_copies` | identity | sum over the holders | sharded computation reads what several ranks hold |
+| `gather_rows_from_group` | all-gather of rows | reduce-scatter | rows dealt to the ranks enter sharded computation |
+| `scatter_rows_to_group` | reduce-scatter of rows | all-gather | partial sums leave it for dealt rows |
 
 They return their result and never write into their input, whatever its strides.
 """
@@ -115,21 +117,37 @@ class _KeepOnFirst(torch.autograd.Function):
 class _SumCopies(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
-        ctx.group, ctx.copied = group, shard.copied
+        ctx.group, ctx.shard = group, shard
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        dim, count, by_rank = ctx.copied
-        places, slots = by_rank[ctx.group.tp_rank]
-        shape = [*grad.shape[:dim], count, *grad.shape[dim + 1 :]]
-        summed = grad.new_zeros(shape, dtype=torch.promote_types(grad.dtype, torch.float32))
-        put_runs(summed, dim, slots, take_runs(grad, dim, places).to(summed.dtype))
-        summed = ctx.group.all_reduce_owned(summed)
-        out = grad.clone(memory_format=torch.contiguous_format)
-        put_runs(out, dim, places, take_runs(summed, dim, slots).to(grad.dtype))
-        return out, None, None
+        return sum_over_holders(grad, ctx.group, ctx.shard), None, None
+
+
+class _GatherRowsFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: TPGroup, dtype: torch.dtype | None) -> Tensor:
+        ctx.group, ctx.dtype = group, dtype
+        return group.gather_rows(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return ctx.group.reduce_scatter_rows(grad, ctx.dtype), None, None
+
+
+class _ScatterRowsToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: TPGroup, dtype: torch.dtype | None) -> Tensor:
+        ctx.group = group
+        return group.reduce_scatter_rows(x, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return ctx.group.gather_rows(grad), None, None
 
 
 def copy_to_group(x: Tensor, group: TPGroup, dtype: torch.dtype | None = None) -> Tensor:
@@ -161,6 +179,31 @@ def sum_copies(x_local: Tensor, group: TPGroup, shard: Shard) -> Tensor:
     if group.tp_size == 1 or shard.copied is None:
         return x_local
     return _SumCopies.apply(x_local, group, shard)
+
+
+def sum_over_holders(grad: Tensor, group: TPGroup, shard: Shard) -> Tensor:
+    """`grad`, this rank's part of `shard`, where what several ranks hold is summed over its holders; not written into."""
+    if group.tp_size == 1 or shard.copied is None:
+        return grad
+    dim, count, by_rank = shard.copied
+    places, slots = by_rank[group.tp_rank]
+    shape = [*grad.shape[:dim], count, *grad.shape[dim + 1 :]]
+    summed = grad.new_zeros(shape, dtype=torch.promote_types(grad.dtype, torch.float32))
+    put_runs(summed, dim, slots, take_runs(grad, dim, places).to(summed.dtype))
+    summed = group.all_reduce_owned(summed)
+    out = grad.clone(memory_format=torch.contiguous_format)
+    put_runs(out, dim, places, take_runs(summed, dim, slots).to(grad.dtype))
+    return out
+
+
+def gather_rows_from_group(x: Tensor, group: TPGroup, dtype: torch.dtype | None = None) -> Tensor:
+    """All ranks' rows `[R, ...]`, as many on each, as `[tp_size * R, ...]`; each rank's gradient of them is a part of it."""
+    return x if group.tp_size == 1 else _GatherRowsFromGroup.apply(x, group, dtype)
+
+
+def scatter_rows_to_group(x: Tensor, group: TPGroup, dtype: torch.dtype | None = None) -> Tensor:
+    """This rank's rows `[R, ...]` of the sum of all ranks' `x` `[tp_size * R, ...]`; their gradients are gathered."""
+    return x if group.tp_size == 1 else _ScatterRowsToGroup.apply(x, group, dtype)
 
 
 def reduce_from_group(x: Tensor, group: TPGroup, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,0 +1,311 @@
+"""A norm and the linears behind it in one autograd node: the norm's output is not kept, but computed again in backward.
+
+M rows, K in, N out (this rank's), T ranks. `h` is the normalised input, `H` the rows that are multiplied.
+
+| step | plain | column | column, dealt rows | whole, dealt rows |
+|---|---|---|---|---|
+| forward | `y = h @ w.T + b` | the same | `H = all_gather(h)`, `y = H @ w.T + b` | `y = h @ w.T + b` |
+| dgrad | `dh = dy @ w` | `dh = all_reduce(dy @ w)` | `dh = reduce_scatter(dy @ w)` | `dh = dy @ w` |
+| wgrad | `dw = dy.T @ h` | the same | `dw = dy.T @ all_gather(h)` | `dw = all_reduce(dy.T @ h)` |
+| norm | of `dh`, complete | the same | summed over the ranks | summed over the ranks |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..collectives import copy_to_group, gather_rows_from_group, sum_copies, sum_over_holders
+from ..comm import TPGroup
+from ..shard import Shard
+from .stand_ins import dgrad, linear, norm, norm_backward, norm_forward, take_main_grad, wgrad
+
+
+@dataclass(frozen=True)
+class NormProduct:
+    """What is computed, and what travels between the ranks meanwhile.
+
+    Attributes:
+        kind: the norm, of kernels/norm.py; None where the input is normalised already.
+        eps: added to the mean square.
+        less_one: the norm's weight is stored less one, and `kind` does not say so (a zero-centred layernorm).
+        group: the ranks.
+        gather_rows: the rows are dealt to the ranks, and gathered before they are multiplied.
+        own_rows: the rows are dealt to the ranks, and each multiplies its own: weight gradients are summed.
+        sum_input: each rank computes a part of dh for all rows.
+        copied: of each linear's weight, then each one's bias: its Shard where several ranks hold parts of it.
+        give: which norm output is returned beside y: "own" rows, "all" rows, or None.
+    """
+
+    kind: str | None
+    eps: float
+    group: TPGroup
+    less_one: bool = False
+    gather_rows: bool = False
+    own_rows: bool = False
+    sum_input: bool = False
+    copied: tuple[Shard | None, ...] = ()
+    give: str | None = None
+
+    def normalise(self, rows: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """h `[M, K]`, 1/rms and mean `[M]`."""
+        if self.kind is None:
+            return rows, None, None
+        return norm_forward(rows, self.scale(gamma), beta, self.eps, self.kind)
+
+    def scale(self, gamma: Tensor | None) -> Tensor | None:
+        """What the kernel takes as the norm's weight."""
+        if gamma is None or not self.less_one:
+            return gamma
+        return gamma.to(torch.promote_types(gamma.dtype, torch.float32)) + 1
+
+    def complete(self, grad: Tensor, part: int) -> Tensor:
+        """The gradient of tensor `part` (weights, then biases), of which this rank computed `grad`."""
+        if self.own_rows:
+            return self.group.all_reduce(grad)
+        shard = self.copied[part] if self.copied else None
+        return grad if shard is None else sum_over_holders(grad, self.group, shard)
+
+    def is_complete(self, part: int) -> bool:
+        """Whether `complete` leaves a gradient as it is, so that a product may be added to another in place."""
+        return not self.own_rows and (not self.copied or self.copied[part] is None)
+
+
+@dataclass
+class Product:
+    """What the weight gradients are computed from, now or later.
+
+    Attributes:
+        x `[..., K]`, gamma, beta `[K]`: the norm's inputs; dy: each linear's output gradient `[M, N_i]`, None where no
+            weight gradient is wanted; dtype: what is multiplied is cast to.
+    """
+
+    x: Tensor
+    gamma: Tensor | None
+    beta: Tensor | None
+    dy: list[Tensor | None]
+    dtype: torch.dtype
+
+    def weight_gradients(self, how: NormProduct, main_grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """dw `[N_i, K]` of each linear; None for those not wanted, and for those added to their `main_grads`."""
+        h = how.normalise(self.x.reshape(-1, self.x.shape[-1]), self.gamma, self.beta)[0]
+        rows = (how.group.gather_rows(h) if how.gather_rows else h).to(self.dtype)
+        found: list[Tensor | None] = [None] * len(self.dy)
+        for i, (dy, main_grad) in enumerate(zip(self.dy, main_grads, strict=True)):
+            if dy is None:
+                continue
+            if main_grad is not None and how.is_complete(i):
+                wgrad(dy, rows, main_grad)
+                continue
+            product = wgrad(dy, rows)
+            assert product is not None
+            dw = how.complete(product, i)
+            if main_grad is None:
+                found[i] = dw
+            else:
+                main_grad.add_(dw)
+        return found
+
+
+@dataclass
+class Sink:
+    """Where weight gradients go that autograd is not to accumulate.
+
+    Attributes:
+        names, parameters: of each linear's weight.
+        main: they are added to each weight's `main_grad`.
+        pending: they are computed later, from what is appended here; None for now.
+    """
+
+    names: Sequence[str]
+    parameters: Sequence[Tensor]
+    main: bool
+    pending: list[tuple[NormProduct, Product]] | None = None
+
+    def take(self, how: NormProduct, product: Product) -> list[Tensor | None]:
+        """The gradients that are autograd's, one for each linear, once the others are where they belong or noted for later."""
+        if self.pending is not None:
+            self.pending.append((how, product))
+            return [None] * len(self.parameters)
+        return self.add(how, product)
+
+    def add(self, how: NormProduct, product: Product) -> list[Tensor | None]:
+        """Compute the gradients; those not added to a `main_grad` are returned.
+
+        Raises:
+            AutoTPError: a weight has no `main_grad`.
+        """
+        if not self.main:
+            return product.weight_gradients(how, [None] * len(self.parameters))
+        wanted = [None if dy is None else parameter for dy, parameter in zip(product.dy, self.parameters, strict=True)]
+        targets = [None if p is None else take_main_grad(p, name) for p, name in zip(wanted, self.names, strict=True)]
+        left = product.weight_gradients(how, targets)
+        for parameter in wanted:
+            if parameter is not None:
+                parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        return left
+
+
+class _NormProduct(torch.autograd.Function):
+    """See the module's table; gives `[M, N]` and h `[M, K]`. `tensors`: the linears' weights, then their biases or None."""
+
+    @staticmethod
+    def forward(ctx, how: NormProduct, sink: Sink | None, dtype: torch.dtype, x: Tensor, gamma, beta, *tensors):
+        weights, biases = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+        with torch.autocast(x.device.type, enabled=False):
+            h, rstd, mean = how.normalise(x.reshape(-1, x.shape[-1]), gamma, beta)
+            rows = how.group.gather_rows(h) if how.gather_rows else h
+            y = multiply_rows(rows.to(dtype), weights, biases)
+        save_inputs(ctx, how, x, gamma, beta, rstd, mean, weights)
+        ctx.set_materialize_grads(False)
+        ctx.how, ctx.sink, ctx.dtype, ctx.shape = how, sink, dtype, x.shape
+        ctx.sizes, ctx.bias_dtypes = [w.shape[0] for w in weights], [None if b is None else b.dtype for b in biases]
+        return y, {None: None, "own": h, "all": rows}[how.give]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor | None, dh: Tensor | None):
+        how, (x, gamma, beta, rstd, mean, *weights) = ctx.how, ctx.saved_tensors
+        parts: Sequence[Tensor | None] = [None] * len(weights)
+        if dy is not None:
+            parts = dy.split(ctx.sizes, 1)
+        needs, count = ctx.needs_input_grad, len(weights)
+        dx, dgamma, dbeta = None, None, None
+        if any(needs[3:6]):
+            dh = input_gradient(how, parts, weights, dh, ctx.dtype)
+            dx, dgamma, dbeta = norm_gradients(how, dh, x, gamma, rstd, mean, needs[3:6], ctx.shape)
+        dw: list[Tensor | None] = [None] * count
+        if any(needs[6 : 6 + count]) and dy is not None:
+            wanted = [part if need else None for part, need in zip(parts, needs[6:], strict=False)]
+            product = Product(x.detach(), gamma, beta, wanted, ctx.dtype)
+            dw = product.weight_gradients(how, dw) if ctx.sink is None else ctx.sink.take(how, product)
+        db: list[Tensor | None] = [None] * count
+        for i, (part, dtype) in enumerate(zip(parts, ctx.bias_dtypes, strict=True)):
+            if part is not None and needs[6 + count + i]:
+                db[i] = how.complete(part.sum(0, dtype=dtype), count + i)
+        return None, None, None, dx, dgamma, dbeta, *dw, *db
+
+
+def multiply_rows(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """`rows` `[M, K]` times each weight `[N_i, K]` plus its bias, side by side: `[M, sum of N_i]`."""
+    products = []
+    for weight, bias in zip(weights, biases, strict=True):
+        products.append(linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)))
+    return products[0] if len(products) == 1 else torch.cat(products, -1)
+
+
+def save_inputs(ctx, how: NormProduct, x: Tensor, gamma, beta, rstd, mean, weights: Sequence[Tensor]) -> None:
+    """Save what the gradients that are wanted will read, and nothing else."""
+    needs = ctx.needs_input_grad
+    for_norm, for_weights = any(needs[3:5]), any(needs[6 : 6 + len(weights)])
+    ctx.save_for_backward(
+        x if (for_norm and how.kind is not None) or for_weights else None,
+        gamma if for_norm or for_weights else None,
+        beta if for_weights else None,
+        rstd if for_norm else None,
+        mean if for_norm else None,
+        *(weight if any(needs[3:6]) else None for weight in weights),
+    )
+
+
+def input_gradient(
+    how: NormProduct, parts: Sequence[Tensor | None], weights: Sequence[Tensor], given: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """dh `[M, K]`, the gradient of the normalised input: of the products, completed, and `given` of the norm output itself.
+
+    The gradient given for gathered rows is each rank's part of it, as the products' is, and is summed with it; that of
+    rows every rank computed for itself is complete already.
+    """
+    dh = None
+    for part, weight in zip(parts, weights, strict=True):
+        if part is not None:
+            dh = dgrad(part, weight.to(dtype), dh)
+    if how.gather_rows and how.give == "all" and given is not None:
+        dh, given = given if dh is None else dh + given, None
+    if dh is not None and how.gather_rows:
+        dh = how.group.reduce_scatter_rows(dh)
+    elif dh is not None and how.sum_input:
+        dh = how.group.all_reduce_owned(dh)
+    return dh if given is None else given if dh is None else dh + given
+
+
+def norm_gradients(how: NormProduct, dh: Tensor | None, x, gamma, rstd, mean, needs: Sequence[bool], shape: torch.Size):
+    """dx, dgamma and dbeta, each where it is needed, complete on every rank."""
+    if dh is None or how.kind is None:
+        return None if dh is None else dh.view(shape), None, None
+    summed = how.gather_rows or how.own_rows
+    scale = how.scale(gamma)
+    if summed and scale is not None:  # the parts are added up before they are rounded
+        scale = scale.to(torch.promote_types(scale.dtype, torch.float32))
+    if not any(needs[:2]):
+        dx, dgamma, dbeta = None, None, dh.sum(0, dtype=torch.promote_types(dh.dtype, torch.float32))
+    else:
+        rows = x.reshape(-1, x.shape[-1])
+        dx, dgamma, dbeta = norm_backward(
+            dh.to(x.dtype), rows, scale, rstd, mean, how.kind, wanted=(needs[0], needs[1], needs[2])
+        )
+    if summed:
+        dgamma, dbeta = (None if g is None else how.group.all_reduce(g) for g in (dgamma, dbeta))
+    return None if dx is None else dx.view(shape), dgamma, dbeta
+
+
+@torch.compiler.disable
+def run_product(*args):
+    """`_NormProduct`, which a compiled graph leaves out: its weight gradients go where autograd does not follow."""
+    return _NormProduct.apply(*args)
+
+
+def multiply_plain(how: NormProduct, dtype: torch.dtype, x: Tensor, gamma, beta, weights, biases):
+    """What `multiply_normalised` returns, of operations that torch differentiates, and so compiles into one graph."""
+    group, count = how.group, len(weights)
+    if how.gather_rows or how.own_rows:
+        gamma, beta = (None if p is None else copy_to_group(p, group) for p in (gamma, beta))
+    tensors: list = [*weights, *biases]
+    if how.own_rows:
+        tensors = [None if p is None else copy_to_group(p, group) for p in tensors]
+    elif any(how.copied):
+        tensors = [p if p is None or s is None else sum_copies(p, group, s) for p, s in zip(tensors, how.copied, strict=True)]
+    h = x if how.kind is None else norm(x, how.scale(gamma), beta, how.eps, how.kind)
+    rows = h
+    if how.gather_rows:
+        rows = gather_rows_from_group(h, group)
+    elif how.sum_input:
+        rows = copy_to_group(h, group)
+    y = multiply_rows(rows.to(dtype), tensors[:count], tensors[count:])
+    return y, {None: None, "own": h, "all": rows}[how.give]
+
+
+def multiply_normalised(
+    how: NormProduct,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    sink: Sink | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The products of normalised `x` with all `weights`, side by side, and the norm output where `how` gives it.
+
+    Args:
+        x: `[..., K]`; dim 0 is what is gathered where rows are dealt.
+        gamma, beta: `[K]`, the norm's.
+        weights, biases: `[N_i, K]` and `[N_i]` of each linear, or None for a bias.
+        sink: where weight gradients go; None leaves them to autograd.
+
+    Returns:
+        `[..., sum of N_i]` in the autocast dtype, if one is set, or the weights'; h `[..., K]` in x's dtype, or None.
+    """
+    dtype = weights[0].dtype
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+    if torch.compiler.is_compiling() and sink is None:
+        return multiply_plain(how, dtype, x, gamma, beta, weights, biases)
+    y, h = run_product(how, sink, dtype, x, gamma, beta, *weights, *biases)
+    lead = list(x.shape[:-1])
+    gathered = [lead[0] * how.group.tp_size, *lead[1:]] if how.gather_rows else lead
+    y = y.view([*gathered, y.shape[-1]])
+    return y, None if h is None else h.view([*(gathered if how.give == "all" else lead), h.shape[-1]])
