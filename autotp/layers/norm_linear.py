@@ -235,7 +235,7 @@ class LayerNormLinear(TensorParallel_Layer):
         Raises:
             AutoTPError: the group is not known yet.
         """
-        tp = self._group()
+        rank = self._group().tp_rank if self.shards else 0
         if self.layer_norm_weight is not None:
             nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
         for name in ("layer_norm_bias", *self.bias_names):
@@ -250,7 +250,7 @@ class LayerNormLinear(TensorParallel_Layer):
                 draw(full)
                 if full is not weight:
                     assert shard is not None
-                    weight.copy_(shard.split(full, tp.tp_rank))
+                    weight.copy_(shard.split(full, rank))
 
     def _group(self) -> TPGroup:
         if self.tp is None:

@@ -21,8 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from ..collectives import copy_to_group, gather_rows_from_group, sum_copies, sum_over_holders
 from ..comm import TPGroup
+from ..kernels.norm import norm, norm_backward, norm_forward
 from ..shard import Shard
-from .stand_ins import dgrad, linear, norm, norm_backward, norm_forward, take_main_grad, wgrad
+from .stand_ins import dgrad, linear, take_main_grad, wgrad
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Product:
     dy: list[Tensor | None]
     dtype: torch.dtype
 
+    @torch.no_grad()
     def weight_gradients(self, how: NormProduct, main_grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """dw `[N_i, K]` of each linear; None for those not wanted, and for those added to their `main_grads`."""
         h = how.normalise(self.x.reshape(-1, self.x.shape[-1]), self.gamma, self.beta)[0]
@@ -126,6 +128,11 @@ class Sink:
     main: bool
     pending: list[tuple[NormProduct, Product]] | None = None
 
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Of which weights a gradient is wanted."""
+        return tuple(parameter.requires_grad for parameter in self.parameters)
+
     def take(self, how: NormProduct, product: Product) -> list[Tensor | None]:
         """The gradients that are autograd's, one for each linear, once the others are where they belong or noted for later."""
         if self.pending is not None:
@@ -154,12 +161,13 @@ class _NormProduct(torch.autograd.Function):
     """See the module's table; gives `[M, N]` and h `[M, K]`. `tensors`: the linears' weights, then their biases or None."""
 
     @staticmethod
-    def forward(ctx, how: NormProduct, sink: Sink | None, dtype: torch.dtype, x: Tensor, gamma, beta, *tensors):
+    def forward(ctx, how: NormProduct, sink: Sink | None, dtype: torch.dtype, anchor, x: Tensor, gamma, beta, *tensors):
         weights, biases = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
         with torch.autocast(x.device.type, enabled=False):
             h, rstd, mean = how.normalise(x.reshape(-1, x.shape[-1]), gamma, beta)
             rows = how.group.gather_rows(h) if how.gather_rows else h
             y = multiply_rows(rows.to(dtype), weights, biases)
+        ctx.wanted = ctx.needs_input_grad[7 : 7 + len(weights)] if anchor is None or sink is None else sink.trained
         save_inputs(ctx, how, x, gamma, beta, rstd, mean, weights)
         ctx.set_materialize_grads(False)
         ctx.how, ctx.sink, ctx.dtype, ctx.shape = how, sink, dtype, x.shape
@@ -175,19 +183,19 @@ class _NormProduct(torch.autograd.Function):
             parts = dy.split(ctx.sizes, 1)
         needs, count = ctx.needs_input_grad, len(weights)
         dx, dgamma, dbeta = None, None, None
-        if any(needs[3:6]):
+        if any(needs[4:7]):
             dh = input_gradient(how, parts, weights, dh, ctx.dtype)
-            dx, dgamma, dbeta = norm_gradients(how, dh, x, gamma, rstd, mean, needs[3:6], ctx.shape)
+            dx, dgamma, dbeta = norm_gradients(how, dh, x, gamma, rstd, mean, needs[4:7], ctx.shape)
         dw: list[Tensor | None] = [None] * count
-        if any(needs[6 : 6 + count]) and dy is not None:
-            wanted = [part if need else None for part, need in zip(parts, needs[6:], strict=False)]
+        if any(ctx.wanted) and dy is not None:
+            wanted = [part if need else None for part, need in zip(parts, ctx.wanted, strict=True)]
             product = Product(x.detach(), gamma, beta, wanted, ctx.dtype)
             dw = product.weight_gradients(how, dw) if ctx.sink is None else ctx.sink.take(how, product)
         db: list[Tensor | None] = [None] * count
         for i, (part, dtype) in enumerate(zip(parts, ctx.bias_dtypes, strict=True)):
-            if part is not None and needs[6 + count + i]:
+            if part is not None and needs[7 + count + i]:
                 db[i] = how.complete(part.sum(0, dtype=dtype), count + i)
-        return None, None, None, dx, dgamma, dbeta, *dw, *db
+        return None, None, None, None, dx, dgamma, dbeta, *dw, *db
 
 
 def multiply_rows(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
@@ -201,14 +209,14 @@ def multiply_rows(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tens
 def save_inputs(ctx, how: NormProduct, x: Tensor, gamma, beta, rstd, mean, weights: Sequence[Tensor]) -> None:
     """Save what the gradients that are wanted will read, and nothing else."""
     needs = ctx.needs_input_grad
-    for_norm, for_weights = any(needs[3:5]), any(needs[6 : 6 + len(weights)])
+    for_norm, for_weights = any(needs[4:6]), any(ctx.wanted)
     ctx.save_for_backward(
         x if (for_norm and how.kind is not None) or for_weights else None,
         gamma if for_norm or for_weights else None,
         beta if for_weights else None,
         rstd if for_norm else None,
         mean if for_norm else None,
-        *(weight if any(needs[3:6]) else None for weight in weights),
+        *(weight if any(needs[4:7]) else None for weight in weights),
     )
 
 
@@ -304,7 +312,11 @@ def multiply_normalised(
         dtype = torch.get_autocast_dtype(x.device.type)
     if torch.compiler.is_compiling() and sink is None:
         return multiply_plain(how, dtype, x, gamma, beta, weights, biases)
-    y, h = run_product(how, sink, dtype, x, gamma, beta, *weights, *biases)
+    anchor = None
+    if sink is not None and sink.pending is not None:  # autograd is not to reach the weights: hooks on them run in time
+        weights = [weight.detach() for weight in weights]
+        anchor = x.new_empty(0).requires_grad_(any(sink.trained))
+    y, h = run_product(how, sink, dtype, anchor, x, gamma, beta, *weights, *biases)
     lead = list(x.shape[:-1])
     gathered = [lead[0] * how.group.tp_size, *lead[1:]] if how.gather_rows else lead
     y = y.view([*gathered, y.shape[-1]])

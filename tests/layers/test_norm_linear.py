@@ -94,7 +94,9 @@ def compare_gradients(outputs, expected, cotangents, inputs, references):
 # -- one rank -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["3-D", "2-D", "1-D", "transposed", "columns of more", "expanded", "no rows", "no columns of rows"])
+@pytest.mark.parametrize(
+    "shape", ["3-D", "2-D", "1-D", "transposed", "columns of more", "expanded", "no rows", "no columns of rows"]
+)
 @pytest.mark.parametrize("norm, zero", NORMS)
 def test_values_and_gradients(norm, zero, shape):
     for split, bias in itertools.product(SPLITS, (True, False)):
@@ -497,3 +499,270 @@ def check_all_dealt(group, norm, zero, split):
 def test_dealt_to_ranks(ranks, norm, zero, split, size):
     """Uneven shards where 8 or fewer outputs meet 3 ranks; a part of one output leaves ranks with none of it."""
     ranks.run(check_all_dealt, norm, zero, split, size=size)
+
+
+def check_gathered_output(group):
+    """Each rank uses all rows of the norm output in its own way, so what each sends back is a part of its gradient."""
+    tp = resolve_group(group)
+    for bias, split in itertools.product((True, False), SPLITS):
+        plain = Plain(split=split, bias=bias)
+        options = dict(return_layernorm_output=True, return_layernorm_output_gathered=True, tp_group=group)
+        layer = build(plain, split, parallel_mode="column", sequence_parallel=True, **options)
+        full = rows(6, 2, WIDTH).requires_grad_()
+        own, _, _, columns = places(tp, "column", True, layer)
+        x = full.detach()[own].requires_grad_()
+        (y, h), (want_y, want_h) = layer(x), plain(full)
+        torch.testing.assert_close((y, h), (want_y[..., columns], want_h))
+        parts = [rows(*want_h.shape, seed=10 + rank) for rank in range(tp.tp_size)]
+        dy = rows(*want_y.shape, seed=3)
+        with Reductions() as seen:
+            torch.autograd.backward([y, h], [dy[..., columns], parts[tp.tp_rank]])
+        assert seen.shapes == [(WIDTH,)] * 2  # gamma's and beta's
+        torch.autograd.backward([want_y, want_h], [dy, sum(parts)])
+        torch.testing.assert_close(x.grad, full.grad[own])
+        for name, parameter in plain.named_parameters():
+            expected = layer.shards[name].split(parameter.grad, tp.tp_rank) if name in layer.shards else parameter.grad
+            torch.testing.assert_close(layer.get_parameter(name).grad, expected)
+        x.grad = None
+        layer(x)[1].backward(parts[tp.tp_rank])  # y is not used
+        full.grad = None
+        plain(full)[1].backward(sum(parts))
+        torch.testing.assert_close(x.grad, full.grad[own])
+        plainly = build(plain, split, parallel_mode="column", **options)  # rows are not dealt: nothing to gather
+        torch.testing.assert_close(plainly(full)[1], want_h)
+        assert not build(plain, split, return_layernorm_output_gathered=True).return_layernorm_output_gathered
+
+
+def test_the_gathered_norm_output_has_its_gradient(ranks):
+    ranks.run(check_gathered_output, size=2)
+    ranks.run(check_gathered_output, size=3)
+
+
+def check_returned_bias(group):
+    tp = resolve_group(group)
+    for mode, dealt in itertools.product([None, "column", "row"], [False, True]):
+        plain = Plain()
+        layer = build(plain, return_bias=True, tp_group=group, parallel_mode=mode, sequence_parallel=dealt)
+        full = rows(6, 2, WIDTH)
+        x_rows, x_columns, y_rows, y_columns = places(tp, mode, dealt, layer)
+        y, bias = layer(full[x_rows][..., x_columns])
+        want, _ = plain(full)
+        torch.testing.assert_close(y + bias, want[y_rows][..., y_columns])
+        dy = rows(*want.shape, seed=3)
+        (y + bias).backward(dy[y_rows][..., y_columns])
+        want.backward(dy)
+        for name, parameter in plain.named_parameters():
+            expected = layer.shards[name].split(parameter.grad, tp.tp_rank) if name in layer.shards else parameter.grad
+            torch.testing.assert_close(layer.get_parameter(name).grad, expected)
+
+
+def test_a_returned_bias_has_its_whole_gradient(ranks):
+    ranks.run(check_returned_bias, size=3)
+
+
+def check_initial_weights(group):
+    tp = resolve_group(group)
+    for split, mode in itertools.product(SPLITS, ["column", "row"]):
+        torch.manual_seed(7)
+        whole = LayerNormLinear(WIDTH, OUT, parameters_split=split)
+        after = torch.get_rng_state()
+        torch.manual_seed(7)
+        layer = LayerNormLinear(WIDTH, OUT, parameters_split=split, tp_group=group, parallel_mode=mode)
+        assert torch.equal(torch.get_rng_state(), after)
+        for name, parameter in whole.named_parameters():
+            mine = layer.get_parameter(name)
+            expected = layer.shards[name].split(parameter, tp.tp_rank) if name in layer.shards else parameter
+            assert torch.equal(mine, expected) and mine.is_contiguous()
+        with autotp.GatherReplacedLayerParams(layer.parameters(), layer):
+            assert all(torch.equal(layer.get_parameter(name), parameter) for name, parameter in whole.named_parameters())
+        full = autotp.full_state_dict(layer)
+        if tp.tp_rank == 0:
+            assert list(full) == list(whole.state_dict()) and all(torch.equal(full[k], v) for k, v in whole.state_dict().items())
+        saved = {name: value.clone() for name, value in layer.state_dict().items()}
+        layer.load_state_dict(saved)  # its own part
+        assert all(torch.equal(value, saved[name]) for name, value in layer.state_dict().items())
+
+
+def test_initial_weights_are_slices_of_the_whole_layers(ranks):
+    ranks.run(check_initial_weights, size=3)
+
+
+def check_late_group(group):
+    tp = resolve_group(group)
+    layer = LayerNormLinear(WIDTH, OUT, tp_size=2, parallel_mode="column", device="meta", name="late")
+    assert tuple(layer.weight.shape) == (OUT // 2, WIDTH) and "tp=?/2" in repr(layer)
+    layer.to_empty(device="cpu")
+    for use in (layer.reset_parameters, lambda: layer(torch.ones(2, WIDTH))):
+        with pytest.raises(AutoTPError, match="late: its 2 ranks are not known yet"):
+            use()
+    layer.set_tensor_parallel_group(group)
+    torch.manual_seed(1)
+    layer.reset_parameters()
+    torch.manual_seed(1)
+    direct = LayerNormLinear(WIDTH, OUT, tp_group=group, parallel_mode="column")
+    assert torch.equal(layer.weight, direct.weight)
+    x = rows(3, WIDTH, dtype=torch.float32)
+    assert torch.equal(layer(x), direct(x)) and layer.tp.tp_rank == tp.tp_rank
+    with pytest.raises(PlanError, match="a group of 2 ranks"):
+        LayerNormLinear(WIDTH, OUT, tp_group=group, tp_size=4)
+    with pytest.raises(PlanError, match="a group of 2 ranks"):
+        LayerNormLinear(WIDTH, OUT, tp_size=4, parallel_mode="column", device="meta").set_tensor_parallel_group(group)
+    whole = LayerNormLinear(WIDTH, OUT, tp_size=2)  # nothing is dealt, so nothing depends on the rank
+    whole.set_tensor_parallel_group(group)
+    assert whole(x).shape == (3, OUT)
+    dealt = LayerNormLinear(WIDTH, OUT, tp_group=group, parallel_mode="row", sequence_parallel=True, params_dtype=torch.float64)
+    with pytest.raises(AutoTPError, match="can't be dealt evenly to 2 ranks"):
+        dealt(rows(5, WIDTH // 2))
+    with pytest.raises(AutoTPError, match="deals rows along dim 0"):
+        dealt(rows(WIDTH // 2))
+
+
+def test_a_group_that_is_named_later(ranks):
+    ranks.run(check_late_group)
+
+
+def check_frozen_dealt(group):
+    """What is frozen costs no collective; what is trained is right whatever else is frozen."""
+    tp = resolve_group(group)
+    for mode, dealt in itertools.product([None, "column", "row"], [False, True]):
+        for trained in itertools.product([True, False], repeat=3):
+            plain = Plain()
+            layer = build(plain, tp_group=group, parallel_mode=mode, sequence_parallel=dealt)
+            for module in (plain, layer):
+                for name, parameter in module.named_parameters():
+                    parameter.requires_grad_(trained[1 if name.startswith("layer_norm") else 2])
+            full = rows(6, 2, WIDTH).requires_grad_(trained[0])
+            x_rows, x_columns, y_rows, y_columns = places(tp, mode, dealt, layer)
+            x = full.detach()[x_rows][..., x_columns].requires_grad_(trained[0])
+            y, want = layer(x), plain(full)[0]
+            assert y.requires_grad == any(trained)
+            if not any(trained):
+                continue
+            dy = rows(*want.shape, seed=3)
+            y.backward(dy[y_rows][..., y_columns])
+            want.backward(dy)
+            torch.testing.assert_close(x.grad, None if full.grad is None else full.grad[x_rows][..., x_columns])
+            for name, parameter in plain.named_parameters():
+                expected = parameter.grad
+                if name in layer.shards and expected is not None:
+                    expected = layer.shards[name].split(expected, tp.tp_rank)
+                torch.testing.assert_close(layer.get_parameter(name).grad, expected)
+
+
+def test_frozen_parts_of_dealt_layers(ranks):
+    ranks.run(check_frozen_dealt)
+
+
+def check_compiled(group):
+    for mode, dealt in itertools.product(["column", "row"], [False, True]):
+        tp, plain = resolve_group(group), Plain("RMSNorm")
+        layer = build(plain, tp_group=group, parallel_mode=mode, sequence_parallel=dealt)
+        x_rows, x_columns, _, _ = places(tp, mode, dealt, layer)
+        x = rows(6, 2, WIDTH)[x_rows][..., x_columns].clone().requires_grad_()
+        torch._dynamo.reset()
+        got, want = torch.compile(layer, backend="aot_eager", fullgraph=True)(x), layer(x)
+        torch.testing.assert_close(got, want)
+        inputs = [x, *layer.parameters()]
+        compare_gradients(got, want, rows(*want.shape), inputs, inputs)
+
+
+def test_dealt_and_compiled_into_one_graph(ranks):
+    ranks.run(check_compiled)
+
+
+# -- from modules -------------------------------------------------------------------------------------------------------
+
+
+def test_from_modules_shares_their_parameters():
+    torch.manual_seed(0)
+    norms = [nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH, bias=False), nn.LayerNorm(WIDTH, elementwise_affine=False)]
+    norms.append(nn.RMSNorm(WIDTH, eps=1e-6))
+    for norm in norms:
+        linears = {"q": nn.Linear(WIDTH, 5), "k": nn.Linear(WIDTH, 1, bias=False), "v": nn.Linear(WIDTH, 2)}
+        for given in (linears, list(linears.values()), linears["q"], [linears["v"]]):
+            layer = LayerNormLinear.from_modules(norm, given, return_layernorm_output=True, name="block")
+            each = list(given.values()) if isinstance(given, dict) else given if isinstance(given, list) else [given]
+            x, whole = (rows(3, 4, WIDTH, dtype=torch.float32).requires_grad_() for _ in range(2))
+            h = norm(whole)
+            got, want = layer(x), (torch.cat([linear(h) for linear in each], -1), h)
+            torch.testing.assert_close(got, want)
+            assert layer.part_sizes == [linear.out_features for linear in each] and layer.full_name == "block"
+            own = [*norm.parameters(), *(p for linear in each for p in linear.parameters())]
+            assert {id(p) for p in layer.parameters()} == {id(p) for p in own}
+            compare_gradients(got, want, [rows(*y.shape, dtype=torch.float32) for y in want], [x, *own], [whole, *own])
+
+
+class OwnNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH))
+
+
+def test_from_modules_refuses_what_it_does_not_know():
+    linear, norm = nn.Linear(WIDTH, OUT), nn.LayerNorm(WIDTH)
+
+    class Scaled(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    for given, message in [
+        ((OwnNorm(), linear), "OwnNorm: give normalization"),
+        ((nn.RMSNorm(WIDTH), linear), "RMSNorm: give normalization"),  # its eps depends on what it is given
+        ((norm, Scaled(WIDTH, OUT)), "'' is a Scaled"),
+        ((norm, {"a": linear, "b": nn.Linear(WIDTH + 1, OUT)}), r"read \[6, 7\] columns"),
+        ((nn.LayerNorm(WIDTH + 1), linear), r"weight is \[7\], and the linears read 6"),
+    ]:
+        with pytest.raises(PlanError, match=message):
+            LayerNormLinear.from_modules(*given)
+    with pytest.raises(PlanError, match="give normalization"):
+        LayerNormLinear.from_modules(norm, linear, normalization="RMSNorm")
+    layer = LayerNormLinear.from_modules(OwnNorm(), linear, normalization="RMSNorm", eps=1e-6, zero_centered_gamma=True)
+    x = rows(3, WIDTH, dtype=torch.float32)
+    torch.testing.assert_close(layer(x), linear(F.rms_norm(x, (WIDTH,), torch.ones(WIDTH), 1e-6)))
+
+
+def shard_linear(linear, tp, indices):
+    """`linear` as a LinearLayer of which rank r holds `indices[r]` of the outputs, copies included."""
+    layer = LinearLayer(linear, tp)
+    layer.gather_params()
+    shards = LinearLayer.shards_of(Shard.from_indices(tuple(linear.weight.shape), 0, indices), linear.bias is not None)
+    prepare(layer, tp, shards, "probe")
+    layer._tp_partition()
+    return layer
+
+
+def check_copied_heads(group, main, delay):
+    """8 ranks over 4 kv heads of two columns: each of two holders computes a part of the head's gradient."""
+    tp = resolve_group(group)
+    torch.manual_seed(0)
+    norm, names = nn.LayerNorm(WIDTH, dtype=torch.float64), ["q", "k", "v"]
+    wholes = {name: nn.Linear(WIDTH, 16 if name == "q" else 8, dtype=torch.float64) for name in names}
+    heads = {"q": [[2 * r, 2 * r + 1] for r in range(8)]} | {n: [[r // 2 * 2, r // 2 * 2 + 1] for r in range(8)] for n in "kv"}
+    linears = {name: shard_linear(copy.deepcopy(whole), tp, heads[name]) for name, whole in wholes.items()}
+    own = copy.deepcopy(norm)
+    layer = LayerNormLinear.from_modules(own, linears, fuse_wgrad_accumulation=main, delay_wgrad_compute=delay)
+    for linear in linears.values() if main else ():
+        linear.weight.main_grad = torch.ones(linear.weight.shape, dtype=torch.float64)
+    for step in range(2):
+        full = rows(3, 4, WIDTH, seed=step).requires_grad_()
+        x = full.detach().requires_grad_()
+        every = [torch.cat([wholes[n](norm(full))[..., heads[n][rank]] for n in names], -1) for rank in range(8)]
+        y = layer(x)
+        torch.testing.assert_close(y, every[tp.tp_rank])
+        cotangents = [rows(*y.shape, seed=20 + rank) for rank in range(8)]
+        torch.autograd.backward(every, cotangents)
+        y.backward(cotangents[tp.tp_rank])
+        if delay:
+            layer.backward_dw()
+        torch.testing.assert_close(x.grad, full.grad)
+    for name, linear in linears.items():
+        grad = linear.weight.main_grad - 1 if main else linear.weight.grad
+        torch.testing.assert_close(grad, wholes[name].weight.grad[heads[name][tp.tp_rank]])
+        torch.testing.assert_close(linear.bias.grad, wholes[name].bias.grad[heads[name][tp.tp_rank]])
+    torch.testing.assert_close(own.weight.grad, norm.weight.grad)
+    torch.testing.assert_close(own.bias.grad, norm.bias.grad)
+
+
+def test_copied_heads_sum_their_gradients(eight_ranks):
+    for main, delay in itertools.product((False, True), repeat=2):
+        eight_ranks.run(check_copied_heads, main, delay, size=8)
