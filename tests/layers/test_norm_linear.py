@@ -1,7 +1,10 @@
 """LayerNormLinear against plain PyTorch's norm then linear, in float64, whole and dealt; every option of its table."""
 
 import copy
+import inspect
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -211,6 +214,24 @@ def test_autocast(norm, zero, input_dtype):
         assert (mine.grad.double() - best.grad).abs().max() <= 2 * error + 1e-3 * best.grad.abs().max()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert build(exact)(rows(4, WIDTH)).dtype is torch.float64  # as autocast leaves it
+
+
+@pytest.mark.parametrize("norm, zero", NORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(norm, zero, dtype):
+    plain = Plain(norm, zero, dtype=dtype)
+    exact = copy.deepcopy(plain).double()
+    layer, x = build(plain, return_layernorm_output=True), rows(128, WIDTH, dtype=dtype).requires_grad_()
+    theirs, best = x.detach().requires_grad_(), x.detach().double().requires_grad_()
+    outputs = [layer(x), plain(theirs), exact(best)]
+    for each in outputs:
+        torch.autograd.backward(each, [rows(*y.shape, seed=i, dtype=dtype).to(y.dtype) for i, y in enumerate(each)])
+    pairs = [*zip(*outputs, strict=True), (x.grad, theirs.grad, best.grad)]
+    pairs += [tuple(m.get_parameter(n).grad for m in (layer, plain, exact)) for n, _ in plain.named_parameters()]
+    for mine, their, true in pairs:
+        assert mine.dtype is their.dtype is dtype
+        error = (their.double() - true).abs().max()
+        assert (mine.double() - true).abs().max() <= 2 * error
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -766,3 +787,17 @@ def check_copied_heads(group, main, delay):
 def test_copied_heads_sum_their_gradients(eight_ranks):
     for main, delay in itertools.product((False, True), repeat=2):
         eight_ranks.run(check_copied_heads, main, delay, size=8)
+
+
+# -- documentation ------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_names_every_argument_and_tests_that_exist():
+    text = (Path(__file__).parents[2] / "docs" / "layer_norm_linear.md").read_text()
+    table = text[text.index("| argument |") : text.index("Not there:")].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.split(" | ")] for line in table if line.startswith("|")]
+    named = [name for row in cells for name in re.findall(r"`(\w+)`", row[0])]
+    assert named == list(inspect.signature(LayerNormLinear).parameters)
+    shown = [name for row in cells for name in re.findall(r"`(\w+)`", row[2])]
+    shown += re.findall(r"\(`(\w+)`", text[text.index("## What is kept") :])
+    assert len(shown) > 25 and not [name for name in shown if f"test_{name}" not in globals()]
