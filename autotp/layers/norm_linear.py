@@ -29,7 +29,7 @@ from .base import TensorParallel_Layer
 from .linear import LinearLayer
 from .norm import DealtNorm, normalise_over_group
 from .norm_parts import NORMS, check_size, join_biases, name_linears, name_parts, read_linears, read_norm
-from .norm_product import NormProduct, Product, Sink, multiply_normalised
+from .norm_product import NormProduct, Product, Sink, multiply_normalised, outside_graphs
 
 MODES = (None, "column", "row")
 
@@ -108,6 +108,8 @@ class LayerNormLinear(TensorParallel_Layer):
         self.get_rng_state_tracker, self.init_method = get_rng_state_tracker, init_method
         self.delay_wgrad_compute = delay_wgrad_compute
         self.pending: list[tuple[NormProduct, Product]] = []
+        self._run = outside_graphs() if fuse_wgrad_accumulation or delay_wgrad_compute else None
+        self.reduce_dtype: torch.dtype | None = None
         self.tp = None if tp_group is None else resolve_group(tp_group)
         self.tp_size = check_size(self.tp, tp_size, self.full_name)
         self.sequence_parallel = sequence_parallel and self.tp_size > 1
@@ -157,6 +159,7 @@ class LayerNormLinear(TensorParallel_Layer):
             device="meta",
             **options,
         )
+        layer.reduce_dtype = None if group is None else first.siblings.reduce_dtype
         layer._take_over(norm, named)
         return layer
 
@@ -277,7 +280,7 @@ class LayerNormLinear(TensorParallel_Layer):
         sink = None
         if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             pending = self.pending if self.delay_wgrad_compute else None
-            sink = Sink(self._full_names(), weights, self.fuse_wgrad_accumulation, pending)
+            sink = Sink(self._full_names(), weights, self.fuse_wgrad_accumulation, pending, self._run)
         if row:
             h = self._normalise_columns(inp, tp)
             y, _ = multiply_normalised(how, h, None, None, weights, [None] * len(weights), sink)
@@ -318,6 +321,7 @@ class LayerNormLinear(TensorParallel_Layer):
             own_rows=self.parallel_mode is None and dealt,
             sum_input=column and not dealt and tp.tp_size > 1,
             copied=self.copied,
+            reduce_dtype=self.reduce_dtype,
             give=give if self.return_layernorm_output and self.parallel_mode != "row" else None,
         )
 

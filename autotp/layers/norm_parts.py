@@ -65,10 +65,11 @@ def read_linears(linears: Mapping[str, Any]) -> tuple[TPGroup | None, dict[str, 
     """
     for name, linear in linears.items():
         plain = isinstance(linear, nn.Linear) and type(linear).forward in (nn.Linear.forward, LinearLayer.forward)
-        if not plain or getattr(linear, "gather_output", False):
+        dealt = isinstance(linear, LinearLayer)
+        if not plain or (dealt and (linear.gather_output or linear.siblings is None)):
             raise PlanError(
-                f"linear '{name}' is a {type(linear).__name__}: LayerNormLinear stands for nn.Linear and for LinearLayer whose "
-                f"outputs stay dealt"
+                f"linear '{name}' is a {type(linear).__name__}: LayerNormLinear stands for nn.Linear, and for LinearLayer that "
+                f"sums its input's gradient itself and whose outputs stay dealt"
             )
     groups = {linear.tp if isinstance(linear, LinearLayer) else None for linear in linears.values()}
     widths = sorted({linear.weight.shape[1] for linear in linears.values()})

@@ -12,8 +12,9 @@ M rows, K in, N out (this rank's), T ranks. `h` is the normalised input, `H` the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class NormProduct:
         own_rows: the rows are dealt to the ranks, and each multiplies its own: weight gradients are summed.
         sum_input: each rank computes a part of dh for all rows.
         copied: of each linear's weight, then each one's bias: its Shard where several ranks hold parts of it.
+        reduce_dtype: in which parts of dh are summed; None for their own.
         give: which norm output is returned beside y: "own" rows, "all" rows, or None.
     """
 
@@ -50,6 +52,7 @@ class NormProduct:
     own_rows: bool = False
     sum_input: bool = False
     copied: tuple[Shard | None, ...] = ()
+    reduce_dtype: torch.dtype | None = None
     give: str | None = None
 
     def normalise(self, rows: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -121,12 +124,14 @@ class Sink:
         names, parameters: of each linear's weight.
         main: they are added to each weight's `main_grad`.
         pending: they are computed later, from what is appended here; None for now.
+        run: `outside_graphs()`.
     """
 
     names: Sequence[str]
     parameters: Sequence[Tensor]
     main: bool
     pending: list[tuple[NormProduct, Product]] | None = None
+    run: Callable[..., Any] | None = None
 
     @property
     def trained(self) -> tuple[bool, ...]:
@@ -235,9 +240,9 @@ def input_gradient(
     if how.gather_rows and how.give == "all" and given is not None:
         dh, given = given if dh is None else dh + given, None
     if dh is not None and how.gather_rows:
-        dh = how.group.reduce_scatter_rows(dh)
+        dh = how.group.reduce_scatter_rows(dh, how.reduce_dtype)
     elif dh is not None and how.sum_input:
-        dh = how.group.all_reduce_owned(dh)
+        dh = how.group.all_reduce(dh, dtype=how.reduce_dtype) if how.reduce_dtype else how.group.all_reduce_owned(dh)
     return dh if given is None else given if dh is None else dh + given
 
 
@@ -261,10 +266,12 @@ def norm_gradients(how: NormProduct, dh: Tensor | None, x, gamma, rstd, mean, ne
     return None if dx is None else dx.view(shape), dgamma, dbeta
 
 
-@torch.compiler.disable
-def run_product(*args):
-    """`_NormProduct`, which a compiled graph leaves out: its weight gradients go where autograd does not follow."""
-    return _NormProduct.apply(*args)
+def outside_graphs() -> Callable[..., Any]:
+    """The autograd node as compiled graphs leave it out: weight gradients that a Sink takes go where no graph follows.
+
+    Called for layers that have a Sink, since it imports the compiler.
+    """
+    return torch.compiler.disable(_NormProduct.apply)
 
 
 def multiply_plain(how: NormProduct, dtype: torch.dtype, x: Tensor, gamma, beta, weights, biases):
@@ -280,9 +287,9 @@ def multiply_plain(how: NormProduct, dtype: torch.dtype, x: Tensor, gamma, beta,
     h = x if how.kind is None else norm(x, how.scale(gamma), beta, how.eps, how.kind)
     rows = h
     if how.gather_rows:
-        rows = gather_rows_from_group(h, group)
+        rows = gather_rows_from_group(h, group, how.reduce_dtype)
     elif how.sum_input:
-        rows = copy_to_group(h, group)
+        rows = copy_to_group(h, group, how.reduce_dtype)
     y = multiply_rows(rows.to(dtype), tensors[:count], tensors[count:])
     return y, {None: None, "own": h, "all": rows}[how.give]
 
@@ -316,7 +323,8 @@ def multiply_normalised(
     if sink is not None and sink.pending is not None:  # autograd is not to reach the weights: hooks on them run in time
         weights = [weight.detach() for weight in weights]
         anchor = x.new_empty(0).requires_grad_(any(sink.trained))
-    y, h = run_product(how, sink, dtype, anchor, x, gamma, beta, *weights, *biases)
+    run = _NormProduct.apply if sink is None or sink.run is None else sink.run
+    y, h = run(how, sink, dtype, anchor, x, gamma, beta, *weights, *biases)
     lead = list(x.shape[:-1])
     gathered = [lead[0] * how.group.tp_size, *lead[1:]] if how.gather_rows else lead
     y = y.view([*gathered, y.shape[-1]])

@@ -784,6 +784,40 @@ def check_copied_heads(group, main, delay):
     torch.testing.assert_close(own.bias.grad, norm.bias.grad)
 
 
+def check_refused_dealt(group):
+    linear = LinearLayer(nn.Linear(WIDTH, OUT), group)
+    for name, value in (("gather_output", True), ("siblings", None)):
+        linear.__dict__[name], before = value, getattr(linear, name)
+        with pytest.raises(PlanError, match="whose outputs stay dealt"):
+            LayerNormLinear.from_modules(nn.LayerNorm(WIDTH), linear)
+        linear.__dict__[name] = before
+    with pytest.raises(PlanError, match="over 2 groups"):
+        LayerNormLinear.from_modules(nn.LayerNorm(WIDTH), [linear, nn.Linear(WIDTH, OUT)])
+
+
+def test_from_modules_refuses_layers_whose_sums_are_elsewhere(ranks):
+    ranks.run(check_refused_dealt)
+
+
+def check_reduce_dtype(group):
+    """256 + 1 + 1 is 258 in float32 and 256 where 256 + 1 is rounded to bfloat16; in three orders, one adds 1 + 1 first."""
+    tp = resolve_group(group)
+    weight = (torch.ones(3, 3) + 255 * torch.eye(3)).bfloat16()
+    linear = LinearLayer.from_weights(weight, None, group)
+    prepare(linear, tp, linear.shards, "probe", torch.float32)
+    norm = nn.LayerNorm(3, dtype=torch.bfloat16)
+    for dealt in (False, True):
+        layer = LayerNormLinear.from_modules(norm, linear, sequence_parallel=dealt)
+        x = torch.zeros(1, 3, dtype=torch.bfloat16)
+        norm.bias.grad = None
+        layer(x).sum().backward()
+        assert norm.bias.grad.tolist() == [776.0 if dealt else 258.0] * 3  # of three rows: 774, between 772 and 776
+
+
+def test_partial_sums_are_added_in_the_linears_dtype(ranks):
+    ranks.run(check_reduce_dtype, size=3)
+
+
 def test_copied_heads_sum_their_gradients(eight_ranks):
     for main, delay in itertools.product((False, True), repeat=2):
         eight_ranks.run(check_copied_heads, main, delay, size=8)
