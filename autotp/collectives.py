@@ -126,6 +126,21 @@ class _SumCopies(torch.autograd.Function):
         return sum_over_holders(grad, ctx.group, ctx.shard), None, None
 
 
+def sum_over_holders(grad: Tensor, group: TPGroup, shard: Shard) -> Tensor:
+    """`grad` of this rank's part, where each element that several ranks (or places) hold gets the sum over them; no autograd."""
+    if shard.copied is None:
+        return grad
+    dim, count, by_rank = shard.copied
+    places, slots = by_rank[group.tp_rank]
+    shape = [*grad.shape[:dim], count, *grad.shape[dim + 1 :]]
+    summed = grad.new_zeros(shape, dtype=torch.promote_types(grad.dtype, torch.float32))
+    put_runs(summed, dim, slots, take_runs(grad, dim, places).to(summed.dtype))
+    summed = group.all_reduce_owned(summed)
+    out = grad.clone(memory_format=torch.contiguous_format)
+    put_runs(out, dim, places, take_runs(summed, dim, slots).to(grad.dtype))
+    return out
+
+
 class _GatherRowsFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: TPGroup, dtype: torch.dtype | None) -> Tensor:
@@ -179,21 +194,6 @@ def sum_copies(x_local: Tensor, group: TPGroup, shard: Shard) -> Tensor:
     if group.tp_size == 1 or shard.copied is None:
         return x_local
     return _SumCopies.apply(x_local, group, shard)
-
-
-def sum_over_holders(grad: Tensor, group: TPGroup, shard: Shard) -> Tensor:
-    """`grad`, this rank's part of `shard`, where what several ranks hold is summed over its holders; not written into."""
-    if group.tp_size == 1 or shard.copied is None:
-        return grad
-    dim, count, by_rank = shard.copied
-    places, slots = by_rank[group.tp_rank]
-    shape = [*grad.shape[:dim], count, *grad.shape[dim + 1 :]]
-    summed = grad.new_zeros(shape, dtype=torch.promote_types(grad.dtype, torch.float32))
-    put_runs(summed, dim, slots, take_runs(grad, dim, places).to(summed.dtype))
-    summed = group.all_reduce_owned(summed)
-    out = grad.clone(memory_format=torch.contiguous_format)
-    put_runs(out, dim, places, take_runs(summed, dim, slots).to(grad.dtype))
-    return out
 
 
 def gather_rows_from_group(x: Tensor, group: TPGroup, dtype: torch.dtype | None = None) -> Tensor:

@@ -30,6 +30,8 @@ from .linear import LinearLayer
 from .norm import DealtNorm, normalise_over_group
 from .norm_parts import NORMS, check_size, join_biases, name_linears, name_parts, read_linears, read_norm
 from .norm_product import NormProduct, Product, Sink, multiply_normalised, outside_graphs
+from .product import Merged
+from .siblings import ALIGNMENT_BYTES, Laid, SiblingInput, can_lie, lay_together, merge
 
 MODES = (None, "column", "row")
 
@@ -68,6 +70,7 @@ class LayerNormLinear(TensorParallel_Layer):
     tp: TPGroup | None  # type: ignore[assignment]
     layer_norm_weight: nn.Parameter | None
     layer_norm_bias: nn.Parameter | None
+    _laid: Laid | None
 
     def __init__(
         self,
@@ -108,6 +111,8 @@ class LayerNormLinear(TensorParallel_Layer):
         self.get_rng_state_tracker, self.init_method = get_rng_state_tracker, init_method
         self.delay_wgrad_compute = delay_wgrad_compute
         self.pending: list[tuple[NormProduct, Product]] = []
+        self._owns, self._laid = True, None
+        self._siblings: SiblingInput | None = None  # whose memory the weights are in, where another made them
         self._run = outside_graphs() if fuse_wgrad_accumulation or delay_wgrad_compute else None
         self.reduce_dtype: torch.dtype | None = None
         self.tp = None if tp_group is None else resolve_group(tp_group)
@@ -119,6 +124,7 @@ class LayerNormLinear(TensorParallel_Layer):
             self.tp = TPGroup(None, made_on)
         if made_on.type != "meta":
             self.reset_parameters()
+        self._lay()
 
     @classmethod
     def from_modules(
@@ -159,11 +165,15 @@ class LayerNormLinear(TensorParallel_Layer):
             device="meta",
             **options,
         )
-        layer.reduce_dtype = None if group is None else first.siblings.reduce_dtype
+        if group is not None:
+            shared = all(linear.siblings is first.siblings for linear in named.values())
+            layer._siblings = first.siblings if shared and first.siblings.members == len(named) else None
+            layer.reduce_dtype = first.siblings.reduce_dtype
         layer._take_over(norm, named)
         return layer
 
     def _take_over(self, norm: nn.Module, linears: Mapping[str, Any]) -> None:
+        self._owns = False
         for name in ("weight", "bias"):
             own = norm._parameters.get(name)
             if own is not None and own.shape != (self.in_features,):
@@ -213,6 +223,28 @@ class LayerNormLinear(TensorParallel_Layer):
                 f'{reason}. Give tp_group, or build with device="meta", then set_tensor_parallel_group(group), '
                 f"to_empty(device=...) and reset_parameters() or load_state_dict"
             )
+
+    def _lay(self) -> None:
+        """Put the parts' weights side by side, so that one product takes them all; where others hold them they stay."""
+        weights: list[Any] = [self._parameters.get(name) for name in self.weight_names]
+        biases: list[Any] = [self._parameters.get(name) for name in self.bias_names]
+        if not self._owns or len(weights) == 1 or any(type(weight) is not nn.Parameter for weight in weights):
+            return
+        if self._laid is None or not self._laid.fits(weights, biases):
+            aligned = all(weight.numel() * weight.element_size() % ALIGNMENT_BYTES == 0 for weight in weights)
+            self._laid = lay_together(weights, biases) if aligned and can_lie(weights) else None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._lay()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_laid": None}  # a copy's weights are laid by themselves
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lay()
 
     def _note_sizes(self) -> None:
         weights = [self.get_parameter(name) for name in self.weight_names]
@@ -283,19 +315,20 @@ class LayerNormLinear(TensorParallel_Layer):
             sink = Sink(self._full_names(), weights, self.fuse_wgrad_accumulation, pending, self._run)
         if row:
             h = self._normalise_columns(inp, tp)
-            y, _ = multiply_normalised(how, h, None, None, weights, [None] * len(weights), sink)
+            y, _ = multiply_normalised(how, h, None, None, weights, [None] * len(weights), sink, self._merge(weights))
             y = scatter_rows_to_group(y, tp) if self.sequence_parallel else reduce_from_group(y, tp)
             bias = join_biases(added, self.part_sizes, y.dtype)
             y = y if bias is None else y + bias
         else:
-            y, h = multiply_normalised(how, inp, self.layer_norm_weight, self.layer_norm_bias, weights, added, sink)
+            merged = self._merge(weights)
+            y, h = multiply_normalised(how, inp, self.layer_norm_weight, self.layer_norm_bias, weights, added, sink, merged)
         if not (self.return_bias or self.return_layernorm_output):
             return y
         returned = [join_biases(biases, self.part_sizes, y.dtype)] if self.return_bias else []
         return (y, *returned, *([h] if self.return_layernorm_output else []))
 
     def _check_input(self, x: Tensor) -> TPGroup:
-        tp, dtype = self._group(), self._parameters[self.weight_names[0]].dtype  # type: ignore[union-attr]
+        tp, dtype = self._group(), getattr(self, self.weight_names[0]).dtype
         if x.shape[-1] != self.in_features:
             raise AutoTPError(f"{self.full_name} takes [..., {self.in_features}], and was given {list(x.shape)}")
         if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
@@ -327,14 +360,23 @@ class LayerNormLinear(TensorParallel_Layer):
 
     def _read_parameters(self, tp: TPGroup) -> tuple[list[Tensor], list[Tensor | None]]:
         """Weights and biases; the gradient of a bias that is added to rows dealt after the product is summed."""
-        weights = [self._parameters[name] for name in self.weight_names]
-        biases: list[Tensor | None] = [self._parameters[name] for name in self.bias_names]
+        weights: list[Tensor] = [getattr(self, name) for name in self.weight_names]
+        biases: list[Tensor | None] = [getattr(self, name) for name in self.bias_names]
         if self.sequence_parallel and (self.parallel_mode == "row" or (self.return_bias and self.parallel_mode is None)):
             biases = [None if bias is None else copy_to_group(bias, tp) for bias in biases]
         elif self.return_bias:
             copied = self.copied[len(biases) :]
             biases = [b if b is None or s is None else sum_copies(b, tp, s) for b, s in zip(biases, copied, strict=True)]
-        return weights, biases  # type: ignore[return-value]
+        return weights, biases
+
+    def _merge(self, weights: Sequence[Tensor]) -> Merged | None:
+        """The weights (and the biases that the product adds) as one, where they lie side by side."""
+        laid = self._laid if self._owns else None if self._siblings is None else self._siblings.laid
+        if laid is None or torch.compiler.is_compiling():
+            return None
+        merged = merge(laid, weights, [getattr(self, name) for name in self.bias_names])
+        bare = self.return_bias or self.parallel_mode == "row"
+        return merged if merged is None or not bare else Merged(merged.weight, None)
 
     def _normalise_columns(self, x: Tensor, tp: TPGroup) -> Tensor:
         """h of this rank's columns, by statistics of all ranks'."""

@@ -71,11 +71,12 @@ def read_linears(linears: Mapping[str, Any]) -> tuple[TPGroup | None, dict[str, 
                 f"linear '{name}' is a {type(linear).__name__}: LayerNormLinear stands for nn.Linear, and for LinearLayer that "
                 f"sums its input's gradient itself and whose outputs stay dealt"
             )
-    groups = {linear.tp if isinstance(linear, LinearLayer) else None for linear in linears.values()}
+    groups = {linear.tp.ranks if isinstance(linear, LinearLayer) else None: linear for linear in linears.values()}
     widths = sorted({linear.weight.shape[1] for linear in linears.values()})
     if len(groups) != 1 or len(widths) > 1:
         raise PlanError(f"linears {list(linears)} read {widths} columns over {len(groups)} groups: both must be one")
-    group = groups.pop()
+    (first,) = groups.values()
+    group = first.tp if isinstance(first, LinearLayer) else None
     shards = {
         name: linear.shards["weight"] if group is not None else Shard.whole(linear.weight.shape, 1)
         for name, linear in linears.items()

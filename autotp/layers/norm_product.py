@@ -12,7 +12,7 @@ M rows, K in, N out (this rank's), T ranks. `h` is the normalised input, `H` the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,11 @@ from torch.autograd.function import once_differentiable
 
 from ..collectives import copy_to_group, gather_rows_from_group, sum_copies, sum_over_holders
 from ..comm import TPGroup
+from ..errors import AutoTPError
+from ..kernels.matmul import dgrad, linear, view_side_by_side, wgrad
 from ..kernels.norm import norm, norm_backward, norm_forward
 from ..shard import Shard
-from .stand_ins import dgrad, linear, take_main_grad, wgrad
+from .product import Merged, autocast_dtype, disable_autocast
 
 
 @dataclass(frozen=True)
@@ -95,25 +97,58 @@ class Product:
     dtype: torch.dtype
 
     @torch.no_grad()
-    def weight_gradients(self, how: NormProduct, main_grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """dw `[N_i, K]` of each linear; None for those not wanted, and for those added to their `main_grads`."""
+    def weight_gradients(self, how: NormProduct, targets: Sequence[Tensor | None] | None = None) -> list[Tensor | None]:
+        """dw `[N_i, K]` of each linear whose dy is there; None for the others, and for those added to their `main_grad`.
+
+        Args:
+            targets: the weights whose `main_grad` takes the gradient.
+        """
         h = how.normalise(self.x.reshape(-1, self.x.shape[-1]), self.gamma, self.beta)[0]
         rows = (how.group.gather_rows(h) if how.gather_rows else h).to(self.dtype)
+        there = [dy for dy in self.dy if dy is not None]
+        joined = view_side_by_side(there) if len(there) > 1 and targets is None else None
+        if joined is not None:
+            whole = wgrad(joined, rows)
+            assert whole is not None
+            products = iter(whole.split([dy.shape[1] for dy in there]))
+            return [None if dy is None else how.complete(next(products), i) for i, dy in enumerate(self.dy)]
         found: list[Tensor | None] = [None] * len(self.dy)
-        for i, (dy, main_grad) in enumerate(zip(self.dy, main_grads, strict=True)):
-            if dy is None:
-                continue
-            if main_grad is not None and how.is_complete(i):
-                wgrad(dy, rows, main_grad)
-                continue
-            product = wgrad(dy, rows)
-            assert product is not None
-            dw = how.complete(product, i)
-            if main_grad is None:
-                found[i] = dw
-            else:
-                main_grad.add_(dw)
+        for i, dy in enumerate(self.dy):
+            if dy is not None and targets is not None:
+                add_to_main_grad(how, i, dy, rows, targets[i])
+            elif dy is not None:
+                product = wgrad(dy, rows)
+                assert product is not None
+                found[i] = how.complete(product, i)
         return found
+
+
+def find_main_grad(weight: Tensor, name: str) -> Tensor:
+    """The tensor that `weight`'s gradients are added to.
+
+    Raises:
+        AutoTPError: there is none.
+    """
+    found = getattr(weight, "main_grad", None)
+    if found is None:
+        raise AutoTPError(
+            f"{name} has no main_grad to add its gradient to: set weight.main_grad to a tensor of shape {list(weight.shape)}, "
+            f"float32 as a rule, before backward, or build the layer without fuse_wgrad_accumulation"
+        )
+    return found
+
+
+def add_to_main_grad(how: NormProduct, part: int, dy: Tensor, rows: Tensor, weight: Any) -> None:
+    """Add `dy.T @ rows` to the weight's `main_grad` in the GEMM itself, or once it is complete; and note that it is there."""
+    overwrite = getattr(weight, "overwrite_main_grad", False)
+    if how.is_complete(part):
+        wgrad(dy, rows, weight.main_grad, overwrite)
+    else:
+        product = wgrad(dy, rows)
+        assert product is not None
+        dw = how.complete(product, part)
+        weight.main_grad.copy_(dw) if overwrite else weight.main_grad.add_(dw)
+    weight.grad_added_to_main_grad = True
 
 
 @dataclass
@@ -152,30 +187,29 @@ class Sink:
             AutoTPError: a weight has no `main_grad`.
         """
         if not self.main:
-            return product.weight_gradients(how, [None] * len(self.parameters))
-        wanted = [None if dy is None else parameter for dy, parameter in zip(product.dy, self.parameters, strict=True)]
-        targets = [None if p is None else take_main_grad(p, name) for p, name in zip(wanted, self.names, strict=True)]
-        left = product.weight_gradients(how, targets)
-        for parameter in wanted:
-            if parameter is not None:
-                parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        return left
+            return product.weight_gradients(how)
+        for dy, weight, name in zip(product.dy, self.parameters, self.names, strict=True):
+            if dy is not None:
+                find_main_grad(weight, name)
+        return product.weight_gradients(how, self.parameters)
 
 
 class _NormProduct(torch.autograd.Function):
     """See the module's table; gives `[M, N]` and h `[M, K]`. `tensors`: the linears' weights, then their biases or None."""
 
     @staticmethod
-    def forward(ctx, how: NormProduct, sink: Sink | None, dtype: torch.dtype, anchor, x: Tensor, gamma, beta, *tensors):
+    def forward(ctx, how: NormProduct, sink: Sink | None, merged: Merged | None, dtype, anchor, x: Tensor, gamma, beta, *tensors):
         weights, biases = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-        with torch.autocast(x.device.type, enabled=False):
-            h, rstd, mean = how.normalise(x.reshape(-1, x.shape[-1]), gamma, beta)
-            rows = how.group.gather_rows(h) if how.gather_rows else h
+        h, rstd, mean = how.normalise(x.reshape(-1, x.shape[-1]), gamma, beta)
+        rows = how.group.gather_rows(h) if how.gather_rows else h
+        if merged is None:
             y = multiply_rows(rows.to(dtype), weights, biases)
-        ctx.wanted = ctx.needs_input_grad[7 : 7 + len(weights)] if anchor is None or sink is None else sink.trained
+        else:
+            y = multiply_rows(rows.to(dtype), [merged.weight], [merged.bias])
+        ctx.wanted = ctx.needs_input_grad[8 : 8 + len(weights)] if anchor is None or sink is None else sink.trained
         save_inputs(ctx, how, x, gamma, beta, rstd, mean, weights)
         ctx.set_materialize_grads(False)
-        ctx.how, ctx.sink, ctx.dtype, ctx.shape = how, sink, dtype, x.shape
+        ctx.how, ctx.sink, ctx.merged, ctx.dtype, ctx.shape = how, sink, merged, dtype, x.shape
         ctx.sizes, ctx.bias_dtypes = [w.shape[0] for w in weights], [None if b is None else b.dtype for b in biases]
         return y, {None: None, "own": h, "all": rows}[how.give]
 
@@ -188,19 +222,21 @@ class _NormProduct(torch.autograd.Function):
             parts = dy.split(ctx.sizes, 1)
         needs, count = ctx.needs_input_grad, len(weights)
         dx, dgamma, dbeta = None, None, None
-        if any(needs[4:7]):
-            dh = input_gradient(how, parts, weights, dh, ctx.dtype)
-            dx, dgamma, dbeta = norm_gradients(how, dh, x, gamma, rstd, mean, needs[4:7], ctx.shape)
+        if any(needs[5:8]):
+            merged = ctx.merged if dy is not None else None
+            factors = zip(parts, weights, strict=True) if merged is None else [(dy, merged.weight)]
+            dh = input_gradient(how, factors, dh, ctx.dtype)
+            dx, dgamma, dbeta = norm_gradients(how, dh, x, gamma, rstd, mean, needs[5:8], ctx.shape)
         dw: list[Tensor | None] = [None] * count
         if any(ctx.wanted) and dy is not None:
             wanted = [part if need else None for part, need in zip(parts, ctx.wanted, strict=True)]
             product = Product(x.detach(), gamma, beta, wanted, ctx.dtype)
-            dw = product.weight_gradients(how, dw) if ctx.sink is None else ctx.sink.take(how, product)
+            dw = product.weight_gradients(how) if ctx.sink is None else ctx.sink.take(how, product)
         db: list[Tensor | None] = [None] * count
         for i, (part, dtype) in enumerate(zip(parts, ctx.bias_dtypes, strict=True)):
-            if part is not None and needs[7 + count + i]:
+            if part is not None and needs[8 + count + i]:
                 db[i] = how.complete(part.sum(0, dtype=dtype), count + i)
-        return None, None, None, None, dx, dgamma, dbeta, *dw, *db
+        return None, None, None, None, None, dx, dgamma, dbeta, *dw, *db
 
 
 def multiply_rows(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
@@ -214,19 +250,19 @@ def multiply_rows(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tens
 def save_inputs(ctx, how: NormProduct, x: Tensor, gamma, beta, rstd, mean, weights: Sequence[Tensor]) -> None:
     """Save what the gradients that are wanted will read, and nothing else."""
     needs = ctx.needs_input_grad
-    for_norm, for_weights = any(needs[4:6]), any(ctx.wanted)
+    for_norm, for_weights = any(needs[5:7]), any(ctx.wanted)
     ctx.save_for_backward(
         x if (for_norm and how.kind is not None) or for_weights else None,
         gamma if for_norm or for_weights else None,
         beta if for_weights else None,
         rstd if for_norm else None,
         mean if for_norm else None,
-        *(weight if any(needs[4:7]) else None for weight in weights),
+        *(weight if any(needs[5:8]) else None for weight in weights),
     )
 
 
 def input_gradient(
-    how: NormProduct, parts: Sequence[Tensor | None], weights: Sequence[Tensor], given: Tensor | None, dtype: torch.dtype
+    how: NormProduct, factors: Iterable[tuple[Tensor | None, Tensor]], given: Tensor | None, dtype: torch.dtype
 ) -> Tensor | None:
     """dh `[M, K]`, the gradient of the normalised input: of the products, completed, and `given` of the norm output itself.
 
@@ -234,9 +270,9 @@ def input_gradient(
     rows every rank computed for itself is complete already.
     """
     dh = None
-    for part, weight in zip(parts, weights, strict=True):
-        if part is not None:
-            dh = dgrad(part, weight.to(dtype), dh)
+    for dy, weight in factors:
+        if dy is not None:
+            dh = dgrad(dy, weight.to(dtype), dh)
     if how.gather_rows and how.give == "all" and given is not None:
         dh, given = given if dh is None else dh + given, None
     if dh is not None and how.gather_rows:
@@ -302,6 +338,7 @@ def multiply_normalised(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     sink: Sink | None = None,
+    merged: Merged | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The products of normalised `x` with all `weights`, side by side, and the norm output where `how` gives it.
 
@@ -310,13 +347,12 @@ def multiply_normalised(
         gamma, beta: `[K]`, the norm's.
         weights, biases: `[N_i, K]` and `[N_i]` of each linear, or None for a bias.
         sink: where weight gradients go; None leaves them to autograd.
+        merged: the weights and biases as one tensor each, where they lie side by side.
 
     Returns:
         `[..., sum of N_i]` in the autocast dtype, if one is set, or the weights'; h `[..., K]` in x's dtype, or None.
     """
-    dtype = weights[0].dtype
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = autocast_dtype(x) or weights[0].dtype
     if torch.compiler.is_compiling() and sink is None:
         return multiply_plain(how, dtype, x, gamma, beta, weights, biases)
     anchor = None
@@ -324,7 +360,8 @@ def multiply_normalised(
         weights = [weight.detach() for weight in weights]
         anchor = x.new_empty(0).requires_grad_(any(sink.trained))
     run = _NormProduct.apply if sink is None or sink.run is None else sink.run
-    y, h = run(how, sink, dtype, anchor, x, gamma, beta, *weights, *biases)
+    with disable_autocast(x):
+        y, h = run(how, sink, merged, dtype, anchor, x, gamma, beta, *weights, *biases)
     lead = list(x.shape[:-1])
     gathered = [lead[0] * how.group.tp_size, *lead[1:]] if how.gather_rows else lead
     y = y.view([*gathered, y.shape[-1]])

@@ -280,7 +280,7 @@ def check_siblings(group):
     model.model.layers[0].mlp.register_forward_pre_hook(watch)
     model(**batch(model)).loss.backward()
     mlp = model.model.layers[0].mlp
-    assert mlp.gate_proj.siblings is mlp.up_proj.siblings and mlp.gate_proj.siblings._source is None
+    assert mlp.gate_proj.siblings is mlp.up_proj.siblings and mlp.gate_proj.siblings._round is None
     model.zero_grad()
     gc.collect()
     assert watch.seen[0]() is None

@@ -16,7 +16,9 @@ import autotp
 from autotp import LayerNormLinear, LinearLayer
 from autotp.comm import resolve_group
 from autotp.errors import AutoTPError, PlanError
+from autotp.layers import norm_product
 from autotp.layers.linear import prepare
+from autotp.layers.siblings import SiblingInput
 from autotp.shard import Shard
 from tests.layers.test_siblings import Reductions
 
@@ -379,6 +381,102 @@ def test_state_dict_keys_and_strict_loads():
         layer.load_state_dict({**layer.state_dict(), "bias": torch.zeros(OUT)})
     with pytest.raises(RuntimeError, match="Missing key"):
         layer.load_state_dict({"layer_norm_weight": torch.ones(WIDTH)})
+
+
+# -- parts as one product -----------------------------------------------------------------------------------------------
+
+
+class Products:
+    """How many products of each kind run inside the `with`: `[forward, dgrad, wgrad]`."""
+
+    def __enter__(self):
+        self.counts, self.real = [0, 0, 0], {}
+        for i, name in enumerate(("linear", "dgrad", "wgrad")):
+            self.real[name] = getattr(norm_product, name)
+            setattr(norm_product, name, lambda *args, i=i, name=name: self.count(i, name, args))
+        return self
+
+    def count(self, i, name, args):
+        self.counts[i] += 1
+        return self.real[name](*args)
+
+    def __exit__(self, *error):
+        for name, function in self.real.items():
+            setattr(norm_product, name, function)
+
+
+def count_products(layer, plain, x):
+    """Products of a step whose numbers are right."""
+    for module in (layer, plain):
+        module.zero_grad()
+    with Products() as ran:
+        y = layer(x)
+        y.square().sum().backward()
+    want = plain(x)[0]
+    want.square().sum().backward()
+    torch.testing.assert_close(y, want)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(layer.get_parameter(name).grad, parameter.grad)
+    return ran.counts
+
+
+def test_parts_are_one_product_while_they_lie_side_by_side():
+    split = {"query": 4, "key": 2, "value": 2}
+    for bias in (True, False):
+        plain, x = Plain(split=split, bias=bias), rows(5, WIDTH)
+        layer = build(plain, split)
+        assert count_products(layer, plain, x) == [1, 1, 1]
+        for name in layer.weight_names:  # separate tensors to whoever saves them
+            weight = layer.get_parameter(name)
+            assert weight.untyped_storage().nbytes() == weight.numel() * 8 and weight.is_contiguous()
+        twin = copy.deepcopy(layer)
+        assert count_products(twin, plain, x) == [1, 1, 1]
+        with torch.no_grad():
+            twin.key_weight.add_(1)
+        assert torch.equal(layer.key_weight, plain.key_weight)
+        layer.float().double()
+        layer.load_state_dict(plain.state_dict())
+        assert count_products(layer, plain, x) == [1, 1, 1]
+        layer.key_weight.requires_grad_(False)
+        plain.key_weight.requires_grad_(False)
+        assert count_products(layer, plain, x) == [1, 1, 2]  # of what is trained
+        layer.key_weight.requires_grad_()
+        plain.key_weight.requires_grad_()
+        layer.key_weight.data = layer.key_weight.data.clone()
+        assert count_products(layer, plain, x) == [3, 3, 1]
+        layer = build(plain, split)
+        layer.load_state_dict(plain.state_dict(), assign=True)
+        assert count_products(layer, plain, x) == [3, 3, 1]
+
+
+def check_shared_memory(group):
+    """What parallelize laid side by side is read where it lies."""
+    tp, members = resolve_group(group), SiblingInput(resolve_group(group), 2)
+    wholes = [nn.Linear(8, 8, dtype=torch.float64, bias=i == 0) for i in range(2)]
+    for whole in wholes:
+        nn.init.constant_(whole.weight, 0.5)
+    linears = [LinearLayer(copy.deepcopy(whole), group) for whole in wholes]
+    for linear in linears:
+        linear.siblings = members
+        members.add(linear)
+    members.lay()
+    norm, x = nn.LayerNorm(8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
+    layer = LayerNormLinear.from_modules(norm, linears)
+    with Products() as ran:
+        y = layer(x)
+        y.square().sum().backward()
+    assert ran.counts == [1, 1, 1]
+    own = [linear.shards["weight"].cuts[0].indices(tp.tp_rank) for linear in linears]
+    want = [whole(norm(x))[:, columns] for whole, columns in zip(wholes, own, strict=True)]
+    torch.testing.assert_close(y, torch.cat(want, -1))
+    linears[1].weight.data = linears[1].weight.data.clone()
+    with Products() as ran:
+        torch.testing.assert_close(layer(x), y)
+    assert ran.counts == [2, 0, 0]
+
+
+def test_from_modules_reads_what_parallelize_laid_side_by_side(ranks):
+    ranks.run(check_shared_memory)
 
 
 # -- where weight gradients go ------------------------------------------------------------------------------------------
