@@ -28,15 +28,14 @@ from ..shard import Shard
 from .base import TensorParallel_Layer
 from .linear import LinearLayer
 from .norm import DealtNorm, normalise_over_group
-from .norm_parts import NORMS, check_size, join_biases, name_linears, name_parts, read_linears, read_norm
-from .norm_product import NormProduct, Product, Sink, multiply_normalised, outside_graphs
-from .product import Merged
-from .siblings import ALIGNMENT_BYTES, Laid, SiblingInput, can_lie, lay_together, merge
+from .norm_parts import NORMS, SideBySide, check_size, join_biases, name_linears, name_parts, read_linears, read_norm
+from .norm_product import multiply_normalised, outside_graphs
+from .norm_wgrad import NormProduct, Product, Sink
 
 MODES = (None, "column", "row")
 
 
-class LayerNormLinear(TensorParallel_Layer):
+class LayerNormLinear(SideBySide, TensorParallel_Layer):
     """`linear(norm(x))`; the norm's output is not kept for backward but computed again.
 
     Parameters are `layer_norm_weight`, `layer_norm_bias`, `weight` and `bias`, or `NAME_weight` and `NAME_bias` for each part.
@@ -70,7 +69,6 @@ class LayerNormLinear(TensorParallel_Layer):
     tp: TPGroup | None  # type: ignore[assignment]
     layer_norm_weight: nn.Parameter | None
     layer_norm_bias: nn.Parameter | None
-    _laid: Laid | None
 
     def __init__(
         self,
@@ -111,8 +109,7 @@ class LayerNormLinear(TensorParallel_Layer):
         self.get_rng_state_tracker, self.init_method = get_rng_state_tracker, init_method
         self.delay_wgrad_compute = delay_wgrad_compute
         self.pending: list[tuple[NormProduct, Product]] = []
-        self._owns, self._laid = True, None
-        self._siblings: SiblingInput | None = None  # whose memory the weights are in, where another made them
+        self._owns, self._laid, self._siblings = True, None, None
         self._run = outside_graphs() if fuse_wgrad_accumulation or delay_wgrad_compute else None
         self.reduce_dtype: torch.dtype | None = None
         self.tp = None if tp_group is None else resolve_group(tp_group)
@@ -224,28 +221,6 @@ class LayerNormLinear(TensorParallel_Layer):
                 f"to_empty(device=...) and reset_parameters() or load_state_dict"
             )
 
-    def _lay(self) -> None:
-        """Put the parts' weights side by side, so that one product takes them all; where others hold them they stay."""
-        weights: list[Any] = [self._parameters.get(name) for name in self.weight_names]
-        biases: list[Any] = [self._parameters.get(name) for name in self.bias_names]
-        if not self._owns or len(weights) == 1 or any(type(weight) is not nn.Parameter for weight in weights):
-            return
-        if self._laid is None or not self._laid.fits(weights, biases):
-            aligned = all(weight.numel() * weight.element_size() % ALIGNMENT_BYTES == 0 for weight in weights)
-            self._laid = lay_together(weights, biases) if aligned and can_lie(weights) else None
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        self._lay()
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_laid": None}  # a copy's weights are laid by themselves
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._lay()
-
     def _note_sizes(self) -> None:
         weights = [self.get_parameter(name) for name in self.weight_names]
         self.part_sizes = [weight.shape[0] for weight in weights]
@@ -315,12 +290,12 @@ class LayerNormLinear(TensorParallel_Layer):
             sink = Sink(self._full_names(), weights, self.fuse_wgrad_accumulation, pending, self._run)
         if row:
             h = self._normalise_columns(inp, tp)
-            y, _ = multiply_normalised(how, h, None, None, weights, [None] * len(weights), sink, self._merge(weights))
+            y, _ = multiply_normalised(how, h, None, None, weights, [None] * len(weights), sink, self._merge(weights, True))
             y = scatter_rows_to_group(y, tp) if self.sequence_parallel else reduce_from_group(y, tp)
             bias = join_biases(added, self.part_sizes, y.dtype)
             y = y if bias is None else y + bias
         else:
-            merged = self._merge(weights)
+            merged = self._merge(weights, self.return_bias)
             y, h = multiply_normalised(how, inp, self.layer_norm_weight, self.layer_norm_bias, weights, added, sink, merged)
         if not (self.return_bias or self.return_layernorm_output):
             return y
@@ -368,15 +343,6 @@ class LayerNormLinear(TensorParallel_Layer):
             copied = self.copied[len(biases) :]
             biases = [b if b is None or s is None else sum_copies(b, tp, s) for b, s in zip(biases, copied, strict=True)]
         return weights, biases
-
-    def _merge(self, weights: Sequence[Tensor]) -> Merged | None:
-        """The weights (and the biases that the product adds) as one, where they lie side by side."""
-        laid = self._laid if self._owns else None if self._siblings is None else self._siblings.laid
-        if laid is None or torch.compiler.is_compiling():
-            return None
-        merged = merge(laid, weights, [getattr(self, name) for name in self.bias_names])
-        bare = self.return_bias or self.parallel_mode == "row"
-        return merged if merged is None or not bare else Merged(merged.weight, None)
 
     def _normalise_columns(self, x: Tensor, tp: TPGroup) -> Tensor:
         """h of this rank's columns, by statistics of all ranks'."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,54 @@ from ..comm import TPGroup
 from ..errors import PlanError
 from ..shard import Shard
 from .linear import LinearLayer
+from .product import Merged
+from .siblings import ALIGNMENT_BYTES, Laid, SiblingInput, can_lie, lay_together, merge
 
 NORMS = ("LayerNorm", "RMSNorm")
+
+
+class SideBySide(nn.Module):
+    """Parts whose weights lie side by side, each in a storage of its own, so that one product takes them all.
+
+    Attributes:
+        weight_names, bias_names: the parts' parameters.
+    """
+
+    weight_names: list[str]
+    bias_names: list[str]
+    _owns: bool  # whether the memory is this module's to arrange
+    _laid: Laid | None
+    _siblings: SiblingInput | None  # which has arranged it, where it is not
+
+    def _lay(self) -> None:
+        """Put the parts' weights side by side, so that one product takes them all; where others hold them they stay."""
+        weights: list[Any] = [self._parameters.get(name) for name in self.weight_names]
+        biases: list[Any] = [self._parameters.get(name) for name in self.bias_names]
+        if not self._owns or len(weights) == 1 or any(type(weight) is not nn.Parameter for weight in weights):
+            return
+        if self._laid is None or not self._laid.fits(weights, biases):
+            aligned = all(weight.numel() * weight.element_size() % ALIGNMENT_BYTES == 0 for weight in weights)
+            self._laid = lay_together(weights, biases) if aligned and can_lie(weights) else None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._lay()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_laid": None}  # a copy's weights are laid by themselves
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lay()
+
+    def _merge(self, weights: Sequence[Tensor], bare: bool) -> Merged | None:
+        """The weights (and the biases, unless `bare`) as one, where they lie side by side."""
+        laid = self._laid if self._owns else None if self._siblings is None else self._siblings.laid
+        if laid is None or torch.compiler.is_compiling():
+            return None
+        merged = merge(laid, weights, [getattr(self, name) for name in self.bias_names])
+        return Merged(merged.weight, None) if merged is not None and bare else merged
 
 
 def check_size(group: TPGroup | None, tp_size: int, name: str) -> int:

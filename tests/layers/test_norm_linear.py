@@ -16,7 +16,7 @@ import autotp
 from autotp import LayerNormLinear, LinearLayer
 from autotp.comm import resolve_group
 from autotp.errors import AutoTPError, PlanError
-from autotp.layers import norm_product
+from autotp.layers import norm_product, norm_wgrad
 from autotp.layers.linear import prepare
 from autotp.layers.siblings import SiblingInput
 from autotp.shard import Shard
@@ -391,18 +391,18 @@ class Products:
 
     def __enter__(self):
         self.counts, self.real = [0, 0, 0], {}
-        for i, name in enumerate(("linear", "dgrad", "wgrad")):
-            self.real[name] = getattr(norm_product, name)
-            setattr(norm_product, name, lambda *args, i=i, name=name: self.count(i, name, args))
+        for i, (home, name) in enumerate([(norm_product, "linear"), (norm_product, "dgrad"), (norm_wgrad, "wgrad")]):
+            self.real[name] = home, getattr(home, name)
+            setattr(home, name, lambda *args, i=i, name=name: self.count(i, name, args))
         return self
 
     def count(self, i, name, args):
         self.counts[i] += 1
-        return self.real[name](*args)
+        return self.real[name][1](*args)
 
     def __exit__(self, *error):
-        for name, function in self.real.items():
-            setattr(norm_product, name, function)
+        for name, (home, function) in self.real.items():
+            setattr(home, name, function)
 
 
 def count_products(layer, plain, x):
