@@ -32,7 +32,7 @@ class Problem(NamedTuple):
     Attributes:
         op: name of the operation, a key of BACKENDS.
         device, dtype: of its inputs.
-        kind: of norm or activation.
+        kind: of norm, activation or rotation.
         rows, width: M and the number of columns; 0 rows also stand for "nothing to do".
         weight_dtype: dtype of the weight, None without one.
         bias: whether there is one.
@@ -114,6 +114,10 @@ BACKENDS: dict[str, list[Backend]] = {
         Backend("torch", fused_torch.norm_backward, fused_torch.why_not_norm),
         Backend("reference", reference.norm_backward),
     ],
+    "gated_forward": [_triton("triton_gated:gated_forward"), Backend("reference", reference.gated_forward)],
+    "gated_backward": [_triton("triton_gated:gated_backward"), Backend("reference", reference.gated_backward)],
+    "rotary_forward": [_triton("triton_rotary:rotary_forward"), Backend("reference", reference.rotary_forward)],
+    "rotary_backward": [_triton("triton_rotary:rotary_backward"), Backend("reference", reference.rotary_backward)],
 }
 
 

@@ -4,7 +4,7 @@ The weight's gradient is summed in two steps, without atomics: each of a fixed n
 kernel adds up the programs. So the result is the same in every run.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false (a launch is no call of the function)
+# pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 import torch
