@@ -146,29 +146,29 @@ def test_each_combination_of_frozen_parts(norm, give):
             torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def kept_bytes(run):
-    """Bytes of distinct storages, parameters aside, that autograd keeps of `run`'s forward."""
-    kept = {}
+def kept_bytes(module, x):
+    """Bytes of distinct storages, parameters aside, that autograd keeps of a forward."""
+    own, kept = {p.untyped_storage().data_ptr() for p in module.parameters()}, {}
 
     def pack(tensor):
-        if not isinstance(tensor, nn.Parameter):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return sum(kept.values())
+        y = module(x)  # alive until all are counted, so that no address is used twice
+    del y
+    return sum(n_bytes for address, n_bytes in kept.items() if address not in own)
 
 
 def test_the_norm_output_is_not_kept():
     plain = Plain(dtype=torch.float32)
     layer, x = build(plain), rows(64, WIDTH, dtype=torch.float32).requires_grad_()
     row_bytes = 64 * 4
-    assert kept_bytes(lambda: layer(x)) == WIDTH * row_bytes + 2 * row_bytes  # x, the mean and 1/rms
-    assert kept_bytes(lambda: plain(x)) >= 2 * WIDTH * row_bytes  # x, and the norm's output as well
+    assert kept_bytes(layer, x) == WIDTH * row_bytes + 2 * row_bytes  # x, the mean and 1/rms
+    assert kept_bytes(plain, x) >= 2 * WIDTH * row_bytes  # x, and the norm's output as well
     layer.weight.requires_grad_(False)
     layer.layer_norm_weight.requires_grad_(False)
-    assert kept_bytes(lambda: layer(x.detach())) == 0  # the biases' gradients need no rows
+    assert kept_bytes(layer, x.detach()) == 0  # the biases' gradients need no rows
 
 
 def test_writing_to_what_is_returned_or_kept():
@@ -237,16 +237,36 @@ def test_half_precision(norm, zero, dtype):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing(reentrant):
+@pytest.mark.parametrize("main", [False, True])
+@pytest.mark.parametrize("delay", [False, True])
+def test_activation_checkpointing(reentrant, delay, main):
     plain = Plain(split=("q", "k"))
-    layer = build(plain, ("q", "k"), return_layernorm_output=True)
+    options = dict(delay_wgrad_compute=delay, fuse_wgrad_accumulation=main, return_layernorm_output=True)
+    layer = build(plain, ("q", "k"), **options)
+    for name in layer.weight_names if main else ():
+        layer.get_parameter(name).main_grad = torch.zeros(OUT // 2, WIDTH, dtype=torch.float64)
     x, whole = rows(3, 4, WIDTH).requires_grad_(), rows(3, 4, WIDTH).requires_grad_()
     got, want = checkpoint(layer, x, use_reentrant=reentrant), plain(whole)
     for pair in (got, want):
         (pair[0].square().sum() + pair[1].square().sum()).backward()
+    layer.backward_dw()
+    assert not layer.pending
     torch.testing.assert_close(x.grad, whole.grad)
     for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(layer.get_parameter(name).grad, parameter.grad)
+        mine = layer.get_parameter(name)
+        torch.testing.assert_close(mine.main_grad if main and name in layer.weight_names else mine.grad, parameter.grad)
+
+
+def test_main_gradients_wider_than_the_weights():
+    plain, x = Plain(dtype=torch.bfloat16), rows(64, WIDTH, dtype=torch.bfloat16)
+    layer, exact = build(plain, fuse_wgrad_accumulation=True), copy.deepcopy(plain).double()
+    layer.weight.main_grad = torch.zeros(OUT, WIDTH)
+    for _ in range(4):
+        layer(x).sum().backward()
+        exact(x.double())[0].sum().backward()
+        plain(x)[0].sum().backward()
+    error = (plain.weight.grad.double() - exact.weight.grad).abs().max()
+    assert (layer.weight.main_grad - exact.weight.grad).abs().max() <= 2 * error and layer.weight.grad is None
 
 
 @pytest.mark.parametrize("norm, zero", NORMS)
