@@ -359,8 +359,8 @@ class LayerNormLinear(SideBySide, TensorParallel_Layer):
         """Compute the weight gradients of the oldest backward that is pending, and add them to what is there.
 
         Nothing is pending without `delay_wgrad_compute`, or where all weights are frozen. They reach `grad` through autograd,
-        so that hooks on the weights run, and `main_grad` under `fuse_wgrad_accumulation`. With rows that are gathered, all
-        ranks must call it.
+        so that hooks on the weights run; under `fuse_wgrad_accumulation` they are in `main_grad`, and `grad` gets zeros. With
+        rows that are gathered, all ranks must call it.
 
         Raises:
             AutoTPError: every backward's gradients have been computed already.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ..comm import TPGroup
 from ..kernels.matmul import view_side_by_side, wgrad
 from ..kernels.norm import norm_forward
 from ..shard import Shard
-from .main_grad import add_to_main_grad, find_main_grad
+from ..kernels.main_grad import add_gradient, add_product, find_main_grad
 
 
 @dataclass(frozen=True)
@@ -86,30 +85,38 @@ class Product:
     dtype: torch.dtype
 
     @torch.no_grad()
-    def weight_gradients(self, how: NormProduct, targets: Sequence[Tensor | None] | None = None) -> list[Tensor | None]:
-        """dw `[N_i, K]` of each linear whose dy is there; None for the others, and for those added to their `main_grad`.
+    def weight_gradients(self, how: NormProduct, sink: Sink | None = None) -> list[Tensor | None]:
+        """dw `[N_i, K]` of each linear whose dy is there, None for the others.
 
         Args:
-            targets: the weights whose `main_grad` takes the gradient.
+            sink: whose weights' `main_grad` takes the gradients; zeros are returned for those.
         """
         h = how.normalise(self.x.reshape(-1, self.x.shape[-1]), self.gamma, self.beta)[0]
         rows = (how.group.gather_rows(h) if how.gather_rows else h).to(self.dtype)
         there = [dy for dy in self.dy if dy is not None]
-        joined = view_side_by_side(there) if len(there) > 1 and targets is None else None
+        joined = view_side_by_side(there) if len(there) > 1 and sink is None else None
         if joined is not None:
-            whole = wgrad(joined, rows)
-            assert whole is not None
-            products = iter(whole.split([dy.shape[1] for dy in there]))
+            products = iter(multiply_gradient(joined, rows).split([dy.shape[1] for dy in there]))
             return [None if dy is None else how.complete(next(products), i) for i, dy in enumerate(self.dy)]
-        found: list[Tensor | None] = [None] * len(self.dy)
+        found: list[Tensor | None] = []
         for i, dy in enumerate(self.dy):
-            if dy is not None and targets is not None:
-                add_to_main_grad(targets[i], dy, rows, None if how.is_complete(i) else partial(how.complete, part=i))
-            elif dy is not None:
-                product = wgrad(dy, rows)
-                assert product is not None
-                found[i] = how.complete(product, i)
+            if dy is None:
+                found.append(None)
+            elif sink is None:
+                found.append(how.complete(multiply_gradient(dy, rows), i))
+            elif how.is_complete(i):
+                found.append(add_product(sink.parameters[i], sink.names[i], dy, rows))
+            else:
+                dw = how.complete(multiply_gradient(dy, rows), i)
+                found.append(add_gradient(sink.parameters[i], sink.names[i], dw))
         return found
+
+
+def multiply_gradient(dy: Tensor, rows: Tensor) -> Tensor:
+    """`dy.T @ rows`: `[M, N]`, `[M, K]` -> `[N, K]`."""
+    product = wgrad(dy, rows)
+    assert product is not None
+    return product
 
 
 @dataclass
@@ -142,7 +149,7 @@ class Sink:
         return self.add(how, product)
 
     def add(self, how: NormProduct, product: Product) -> list[Tensor | None]:
-        """Compute the gradients; those not added to a `main_grad` are returned.
+        """Compute the gradients, and return what autograd is given: zeros for what was added to a `main_grad`.
 
         Raises:
             AutoTPError: a weight has no `main_grad`.
@@ -151,5 +158,5 @@ class Sink:
             return product.weight_gradients(how)
         for dy, weight, name in zip(product.dy, self.parameters, self.names, strict=True):
             if dy is not None:
-                find_main_grad(weight, name)
-        return product.weight_gradients(how, self.parameters)
+                find_main_grad(weight, name)  # of all, before anything is added to one
+        return product.weight_gradients(how, self)
