@@ -10,6 +10,7 @@ from .layers.base import TensorParallel_Layer
 from .layers.cross_entropy import vocab_parallel_cross_entropy
 from .layers.gather import GatherReplacedLayerParams
 from .layers.linear import LinearAllreduce, LinearLayer
+from .layers.main_grad import enable_main_grad
 from .layers.norm_linear import LayerNormLinear
 from .layers.stream import full_state_dict, load_full_state_dict
 from .shard import Shard
@@ -35,6 +36,7 @@ __all__ = [
     "TensorParallel_Layer",
     "__version__",
     "clip_grad_norm_",
+    "enable_main_grad",
     "from_pretrained",
     "full_state_dict",
     "load_full_state_dict",

@@ -66,6 +66,7 @@ LINEAR_STATE = (
     "copied",
     "siblings",
     "place",
+    "accumulates",
     "ends",
     "gather_output",
     "split_input",

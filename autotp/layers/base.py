@@ -30,11 +30,15 @@ class TensorParallel_Layer(nn.Module):
         tp: the TPGroup its parameters are dealt over.
         shards: parameter (or buffer) name -> Shard, for each that is not whole on every rank.
         full_name: the module's name in the model, for messages.
+        can_accumulate: whether it can add its weights' gradients to their `main_grad`.
+        accumulate_into_main_grad: whether it does.
     """
 
     tp: TPGroup
     shards: dict[str, Shard]
     full_name: str
+    can_accumulate = False
+    accumulate_into_main_grad: Any = False
 
     def extra_repr(self) -> str:
         full = ", ".join(f"{name} {list(shard.shape)}" for name, shard in self.shards.items())

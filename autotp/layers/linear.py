@@ -31,10 +31,11 @@ from ..collectives import (
 from ..comm import TPGroup, resolve_group
 from ..errors import PlanError
 from ..kernels.dispatch import Problem, select
+from ..kernels.main_grad import into_main_grad
 from ..shard import Cut, Shard
 from .base import TensorParallel_Layer, insert_class
 from .embedding import column_shard, gather_columns
-from .product import ProductSpec, multiply, sum_owned, watches_operations
+from .product import ProductSpec, multiply_uncompiled, sum_owned
 from .siblings import SiblingInput
 
 
@@ -45,6 +46,7 @@ class ParallelLinear(TensorParallel_Layer):
         run: the dispatched product.
         copied: parameter name -> Shard, for each of which several ranks hold parts.
         reduce_dtype: dtype in which partial sums are added up; None for their own.
+        accumulate_into_main_grad: add the gradients of weight and bias to their `main_grad` (see kernels/main_grad.py).
     """
 
     op = "linear"
@@ -53,6 +55,7 @@ class ParallelLinear(TensorParallel_Layer):
     run: Callable[..., Tensor]
     copied: dict[str, Shard]
     reduce_dtype: torch.dtype | None = None
+    can_accumulate = True
     siblings: SiblingInput | None = None
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -87,6 +90,17 @@ class ParallelLinear(TensorParallel_Layer):
         if not skip_partition:
             self._tp_partition()
 
+    @property
+    def accumulate_into_main_grad(self) -> bool:
+        """Whether the gradients of weight and bias are added to their `main_grad`."""
+        return self.__dict__.get("accumulates", False)
+
+    @accumulate_into_main_grad.setter
+    def accumulate_into_main_grad(self, enabled: bool) -> None:
+        self.__dict__["accumulates"] = enabled
+        if self.siblings is not None:
+            self.siblings.forget_options()
+
     @classmethod
     def shards_of(cls, weight: Shard, bias: bool) -> dict[str, Shard]:
         """Parameter name -> Shard, given the weight's: a column layer's bias is cut as its outputs are."""
@@ -101,24 +115,22 @@ class ParallelLinear(TensorParallel_Layer):
         return cls(_plain_linear(cls, weight, bias), mp_group, name=name)
 
     def multiply(self, x: Tensor, enters: bool = False, leaves: bool = False) -> Tensor:
-        """`x @ w.T + b`: x's gradient is summed over the ranks where it `enters`, the product, before the bias, where it `leaves`."""
+        """`x @ w.T + b`; x's gradient is summed over the ranks where it `enters`, the product where it `leaves`."""
         weight, bias = self.weight, self.bias
         wanted = torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
-        if not wanted:
-            if not leaves:
-                return self.run(x, weight, bias)
-            y = sum_owned(self.run(x, weight), self.tp, self.reduce_dtype)
-            return y if bias is None else y.add_(bias.to(y.dtype))
-        if not (enters or leaves) or watches_operations():
+        if wanted and self.accumulate_into_main_grad:
+            return self._multiply_accumulating(x, weight, bias, enters, leaves)
+        if wanted:
             return self._multiply_plain(x, weight, bias, enters, leaves)
-        copied = (self.copied.get("weight"), self.copied.get("bias"))
-        spec = ProductSpec(self.run, self.tp, self.reduce_dtype, enters, leaves, self.out_dim == 1, copied)
-        return multiply(spec, x, (weight,), (bias,))
+        if not leaves:
+            return self.run(x, weight, bias)
+        y = sum_owned(self.run(x, weight), self.tp, self.reduce_dtype)
+        return y if bias is None else y.add_(bias.to(y.dtype))
 
     def _multiply_plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, enters: bool, leaves: bool) -> Tensor:
-        """The same as operations that torch differentiates, for what compiles them and where no partial sum is added up."""
+        """The same as operations that torch differentiates: on the host they cost less than one of ours."""
         if "weight" in self.copied and weight.requires_grad:
             weight = sum_copies(weight, self.tp, self.copied["weight"])
         if bias is not None and "bias" in self.copied and bias.requires_grad:
@@ -129,6 +141,13 @@ class ParallelLinear(TensorParallel_Layer):
             return self.run(x, weight, bias)
         y = reduce_owned_from_group(self.run(x, weight), self.tp, self.reduce_dtype)
         return y if bias is None else y + bias.to(y.dtype)
+
+    def _multiply_accumulating(self, x: Tensor, weight: Tensor, bias: Tensor | None, enters: bool, leaves: bool) -> Tensor:
+        """The same as one step of autograd, which adds to main_grad; a compiler would not see that, and is interrupted."""
+        copied = (self.copied.get("weight"), self.copied.get("bias"))
+        names = (f"{self.full_name}.weight", f"{self.full_name}.bias")
+        spec = ProductSpec(self.run, self.tp, self.reduce_dtype, enters, leaves, self.out_dim == 1, copied, names)
+        return multiply_uncompiled(spec, x, (weight,), (bias,))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         siblings, weight = self.siblings, self._parameters.get("weight")
@@ -209,7 +228,15 @@ class LinearPartial(ParallelLinear, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         for entered in self.ends:
             entered.clear()
-        return self.run(input, self.weight, None if self.bias is None else keep_on_first(self.bias, self.tp))
+        weight, bias = self.weight, self.bias
+        if not (self.accumulate_into_main_grad and torch.is_grad_enabled()):
+            return self.run(input, weight, None if bias is None else keep_on_first(bias, self.tp))
+        y = self._multiply_accumulating(input, weight, None, False, False)
+        if bias is None:
+            return y
+        if bias.requires_grad:
+            bias = into_main_grad(bias, f"{self.full_name}.bias")
+        return y + keep_on_first(bias, self.tp).to(y.dtype)
 
 
 class Conv1DLayer(ParallelLinear, Conv1D):

@@ -13,7 +13,7 @@ from ..errors import PlanError
 from ..shard import Shard
 from .linear import LinearLayer
 from .product import Merged
-from .siblings import ALIGNMENT_BYTES, Laid, SiblingInput, can_lie, lay_together, merge
+from .siblings import ALIGNMENT_BYTES, Laid, SiblingInput, can_lie, lay_together
 
 NORMS = ("LayerNorm", "RMSNorm")
 
@@ -37,7 +37,7 @@ class SideBySide(nn.Module):
         biases: list[Any] = [self._parameters.get(name) for name in self.bias_names]
         if not self._owns or len(weights) == 1 or any(type(weight) is not nn.Parameter for weight in weights):
             return
-        if self._laid is None or not self._laid.fits(weights, biases):
+        if self._laid is None or not self._laid.holds(weights, biases):
             aligned = all(weight.numel() * weight.element_size() % ALIGNMENT_BYTES == 0 for weight in weights)
             self._laid = lay_together(weights, biases) if aligned and can_lie(weights) else None
 
@@ -55,11 +55,12 @@ class SideBySide(nn.Module):
 
     def _merge(self, weights: Sequence[Tensor], bare: bool) -> Merged | None:
         """The weights (and the biases, unless `bare`) as one, where they lie side by side."""
-        laid = self._laid if self._owns else None if self._siblings is None else self._siblings.laid
+        laid = self._laid if self._owns else None if self._siblings is None else self._siblings.find_laid()
         if laid is None or torch.compiler.is_compiling():
             return None
-        merged = merge(laid, weights, [getattr(self, name) for name in self.bias_names])
-        return Merged(merged.weight, None) if merged is not None and bare else merged
+        if not laid.holds(weights, [getattr(self, name) for name in self.bias_names]):
+            return None
+        return Merged(laid.weight, None) if bare else laid.merge()
 
 
 def check_size(group: TPGroup | None, tp_size: int, name: str) -> int:

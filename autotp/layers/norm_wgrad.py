@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..collectives import sum_over_holders
 from ..comm import TPGroup
+from ..kernels.main_grad import add_gradient, add_product, find_main_grad
 from ..kernels.matmul import view_side_by_side, wgrad
 from ..kernels.norm import norm_forward
 from ..shard import Shard
-from ..kernels.main_grad import add_gradient, add_product, find_main_grad
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ direction; others one each, whose input gradients add up in one buffer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from torch.utils._device import DeviceContext
 
 from ..collectives import sum_over_holders
 from ..comm import TPGroup
+from ..kernels.main_grad import add_gradient, add_product, find_main_grad
 from ..kernels.matmul import dgrad, join_columns, view_side_by_side, wgrad
 from ..shard import Shard
 
@@ -40,6 +41,7 @@ class ProductSpec(NamedTuple):
         enters, leaves: whether the input's gradient, or the output, is a partial sum.
         transposed: weights are `[K, N]`, as Conv1D's.
         copied: for each weight, then each bias, its Shard where several ranks hold parts of it.
+        main_grads: for each weight, then each bias, its name where its gradient goes into its `main_grad`.
     """
 
     run: Callable[..., Tensor]
@@ -49,6 +51,7 @@ class ProductSpec(NamedTuple):
     leaves: bool
     transposed: bool
     copied: tuple[Shard | None, ...]
+    main_grads: tuple[str | None, ...]
 
 
 class Merged(NamedTuple):
@@ -62,9 +65,15 @@ def multiply(
     spec: ProductSpec, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], merged: Merged | None = None
 ) -> Any:
     """`x @ w.T + b` as autograd sees it; a tuple of one output for each weight where there are several."""
+    if not torch._C._is_any_autocast_enabled():
+        return _Product.apply(spec, None, merged, x, *weights, *biases)
     dtype = autocast_dtype(x)
     with disable_autocast(x):
         return _Product.apply(spec, dtype, merged, x, *weights, *biases)
+
+
+# A compiler would not see what is added to main_grad: it is interrupted there.
+multiply_uncompiled: Callable[..., Any] = torch.compiler.disable(multiply)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -77,7 +86,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def disable_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Within it products run in the dtypes they are given: autocast's cache must not see casts that autograd does not know."""
-    return torch.autocast(x.device.type, enabled=False) if torch._C._is_any_autocast_enabled() else nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def watches_operations() -> bool:
@@ -98,7 +107,7 @@ class _Product(torch.autograd.Function):
         ctx.shape, ctx.dtype = x.shape, x.dtype
         x = _cast(x, dtype)
         wanted = ctx.needs_input_grad
-        kept = x if any(wanted[4 : 4 + count]) else None
+        kept = x if True in wanted[4 : 4 + count] else None
         if merged is not None:
             weight = _cast(merged.weight, dtype)
             if wanted[3]:  # the weights' own memory: that nobody writes to it is checked as autograd checks what it saves
@@ -120,13 +129,10 @@ class _Product(torch.autograd.Function):
         rows = {i: g.reshape(-1, g.shape[-1]) for i, g in enumerate(grads) if g is not None}
         if not rows:
             return (None,) * (4 + 2 * count)
-        x, *saved = ctx.saved_tensors
-        with disable_autocast(next(iter(rows.values()))):
-            joined = _join(ctx, rows)
-            dx = _input_gradient(ctx, rows, joined, saved) if ctx.needs_input_grad[3] else None
-            dw = _weight_gradients(ctx, rows, joined, x)
-            db = _bias_gradients(ctx, rows, joined)
-        return None, None, None, dx, *dw, *db
+        if torch._C._is_any_autocast_enabled():
+            with disable_autocast(next(iter(rows.values()))):
+                return _backward(ctx, rows)
+        return _backward(ctx, rows)
 
 
 def _run_one(spec: ProductSpec, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
@@ -148,6 +154,19 @@ def _cast(tensor: Any, dtype: torch.dtype | None) -> Any:
 
 
 # -- backward -----------------------------------------------------------------------------------------------------------
+
+
+def _backward(ctx: Any, rows: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
+    params, wanted = (*ctx.weights, *ctx.biases), ctx.needs_input_grad
+    for parameter, name, wants in zip(params, ctx.spec.main_grads, wanted[4:], strict=True):
+        if name is not None and wants:
+            find_main_grad(parameter, name)  # before any collective: a rank that raises inside would leave the others waiting
+    x, *saved = ctx.saved_tensors
+    joined = _join(ctx, rows)
+    dx = _input_gradient(ctx, rows, joined, saved) if wanted[3] else None
+    dw = _weight_gradients(ctx, rows, joined, x)
+    db = _bias_gradients(ctx, rows, joined)
+    return None, None, None, dx, *dw, *db
 
 
 def _join(ctx: Any, rows: dict[int, Tensor]) -> Tensor | None:
@@ -200,43 +219,58 @@ def _weight_gradients(ctx: Any, rows: dict[int, Tensor], joined: Tensor | None, 
     weights, spec = ctx.weights, ctx.spec
     count = len(weights)
     wanted = ctx.needs_input_grad[4 : 4 + count]
-    if x is None or not any(wanted):
-        return [None] * count
-    flat = x.reshape(-1, x.shape[-1])
     grads: list[Tensor | None] = [None] * count
-    if count > 1 and joined is not None and all(wanted):
+    if x is None:
+        return grads
+    flat = x.reshape(-1, x.shape[-1])
+    if count > 1 and joined is not None and False not in wanted and not any(spec.main_grads[:count]):
         whole = wgrad(joined, flat)
         assert whole is not None
         grads = list(torch.unsafe_split_with_sizes(whole.to(weights[0].dtype), [w.shape[0] for w in weights]))
-    else:
-        for i, dy in rows.items():
-            if wanted[i]:
-                product = wgrad(flat, dy) if spec.transposed else wgrad(dy, flat)
-                assert product is not None
-                grads[i] = product.to(weights[i].dtype)
-    return _sum_copies(grads, spec.copied[:count], spec.group)
+        return [_sum_copies(spec, i, grad) for i, grad in enumerate(grads) if grad is not None]
+    for i, dy in rows.items():
+        if wanted[i]:
+            left, right = (flat, dy) if spec.transposed else (dy, flat)
+            grads[i] = _weight_gradient(spec, i, weights[i], left, right)
+    return grads
+
+
+def _weight_gradient(spec: ProductSpec, i: int, weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """`left.T @ right`, what several ranks hold summed; into main_grad where that is asked for."""
+    name = spec.main_grads[i]
+    if name is None:
+        product = wgrad(left, right)
+        assert product is not None
+        return _sum_copies(spec, i, product.to(weight.dtype))
+    if spec.copied[i] is None:
+        return add_product(weight, name, left, right)
+    product = torch.empty_like(weight, dtype=find_main_grad(weight, name).dtype)
+    wgrad(left, right, product, overwrite=True)
+    return add_gradient(weight, name, _sum_copies(spec, i, product))
 
 
 def _bias_gradients(ctx: Any, rows: dict[int, Tensor], joined: Tensor | None) -> list[Tensor | None]:
-    biases = ctx.biases
+    biases, spec = ctx.biases, ctx.spec
     count = len(biases)
     wanted = ctx.needs_input_grad[4 + count :]
     grads: list[Tensor | None] = [None] * count
-    if count > 1 and joined is not None and all(wanted):
+    if True not in wanted:
+        return grads
+    if count > 1 and joined is not None and False not in wanted and not any(spec.main_grads[count:]):
         sums = joined.sum(0).to(biases[0].dtype)
         grads = list(torch.unsafe_split_with_sizes(sums, [b.shape[0] for b in biases]))
-    else:
-        for i, dy in rows.items():
-            if wanted[i]:
-                grads[i] = dy.sum(0).to(biases[i].dtype)
-    return _sum_copies(grads, ctx.spec.copied[count:], ctx.spec.group)
+        return [_sum_copies(spec, count + i, grad) for i, grad in enumerate(grads) if grad is not None]
+    for i, dy in rows.items():
+        if wanted[i]:
+            name = spec.main_grads[count + i]
+            dtype = biases[i].dtype if name is None else find_main_grad(biases[i], name).dtype
+            total = dy.sum(0).to(dtype) if name is None else dy.sum(0, dtype=dtype)
+            total = _sum_copies(spec, count + i, total)
+            grads[i] = total if name is None else add_gradient(biases[i], name, total)
+    return grads
 
 
-def _sum_copies(grads: list[Tensor | None], copied: Sequence[Shard | None], group: TPGroup) -> list[Tensor | None]:
-    """`grads`, each summed over the ranks that hold copies of it; every rank comes here for the same ones."""
-    if not any(copied):
-        return grads
-    return [
-        grad if grad is None or shard is None else sum_over_holders(grad, group, shard)
-        for grad, shard in zip(grads, copied, strict=True)
-    ]
+def _sum_copies(spec: ProductSpec, i: int, grad: Tensor) -> Tensor:
+    """`grad` of parameter `i`, summed over the ranks that hold copies of it; every rank comes here for the same ones."""
+    shard = spec.copied[i]
+    return grad if shard is None else sum_over_holders(grad, spec.group, shard)

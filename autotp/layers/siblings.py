@@ -54,9 +54,9 @@ class SiblingInput:
     def __deepcopy__(self, memo: dict[int, Any]) -> SiblingInput:
         twin = memo[id(self)] = SiblingInput(self.group, self.members, self.reduce_dtype)
         twin._strikes, twin._alone = dict(self._strikes), dict(self._alone)
-        params = self._read_parameters()
-        if params is not None and self._laid is not None and self._laid.fits(*params):
-            weights, biases = ([copy.deepcopy(each, memo) for each in part] for part in params)
+        laid = self.find_laid()
+        if laid is not None:
+            weights, biases = ([copy.deepcopy(each, memo) for each in part] for part in (laid.weights, laid.biases))
             twin._laid = lay_together(weights, biases)
         return twin
 
@@ -69,6 +69,10 @@ class SiblingInput:
         self._entered: Tensor | None = None
         self._state: tuple[Any, ...] = ()
         self._left = 0
+
+    def forget_options(self) -> None:
+        """Read the members' options again: one has changed."""
+        self._spec = None
 
     # -- members and their memory -----------------------------------------------------------------------------------------
 
@@ -87,11 +91,23 @@ class SiblingInput:
 
     def follow(self, moved: bool) -> None:
         """After a member's data was converted or moved: let go of the old memory, and lay the new when all have moved."""
-        params = self._read_parameters()
-        if self._laid is not None and (params is None or not self._laid.fits(*params)):
-            self._laid = None
-        if moved and self._laid is None:
+        if self.find_laid() is None and moved:
             self.lay()
+
+    def find_laid(self) -> Laid | None:
+        """The allocation, if it is still what the members' parameters lie in; where it is not, it is let go."""
+        laid = self._laid
+        if laid is None:
+            return None
+        for slot, weight, bias, place in zip(self._slots, laid.weights, laid.biases, laid.places, strict=True):
+            layer = slot()
+            if layer is None:
+                return None
+            table = layer._parameters
+            if table.get("weight") is not weight or table.get("bias") is not bias or place != _place_of(weight, bias):
+                self._laid = None
+                return None
+        return laid
 
     def _read_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter | None]] | None:
         """The members' own weights and biases; None where some are computed from others, sharded further, or not there."""
@@ -102,7 +118,6 @@ class SiblingInput:
                 return None
             weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
             if type(weight) is not nn.Parameter or (bias is not None and type(bias) is not nn.Parameter):
-                self._laid = None
                 return None
             weights.append(weight)
             biases.append(bias)
@@ -112,19 +127,20 @@ class SiblingInput:
 
     def multiply(self, layer: Any, x: Tensor) -> Tensor:
         """`layer`'s product with `x`, taken from what its siblings had computed, or computed for them all."""
-        if layer.place < 0 or watches_operations():
+        place = layer.place
+        if place < 0 or watches_operations():
             return self._multiply_alone(layer, x)
         held = self._round
-        if held is not None and not held.served[layer.place]:
+        if held is None or held.served[place]:
+            y = self._begin(layer, x)
+        else:
             y = held.take(layer, x)
-            if y is None and not held.broken:
+            if y is None:
                 self._drop(held, 2)
-            if all(held.served):
+            if not held.left:
                 self._round = None
                 if not held.broken:
                     self._strikes[held.wants] = 0
-            return self._multiply_alone(layer, x) if y is None else y
-        y = self._begin(layer, x)
         return self._multiply_alone(layer, x) if y is None else y
 
     def _multiply_alone(self, layer: Any, x: Tensor) -> Tensor:
@@ -140,30 +156,36 @@ class SiblingInput:
         if self._slots[layer.place]() is not layer:  # a copy of the model: its members come one by one
             self._slots[layer.place], self._spec = weakref.ref(layer), None
             return None
-        params = self._read_parameters()
+        laid = self.find_laid()
+        params = self._read_parameters() if laid is None else (laid.weights, laid.biases)
         if params is None or not _is_plain(x):
             return None
         weights, biases = params
-        spec = self._spec or self._make_spec()
-        wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights, *biases))
+        spec, grad = self._spec or self._make_spec(), torch.is_grad_enabled()
+        wants = grad and (x.requires_grad or any(t is not None and t.requires_grad for t in (*weights, *biases)))
+        dtype = autocast_dtype(x)
+        if self._stays_alone(wants):
+            return None
+        if wants:
+            if laid is None and any(w.device != x.device or w.dtype != weights[0].dtype for w in weights):
+                return None
+            outputs = multiply(spec, x, weights, biases, None if laid is None else laid.merge())
+        elif laid is None or dtype is not None:
+            return None
+        else:
+            merged = laid.merge()
+            outputs = torch.unsafe_split_with_sizes(layer.run(x, merged.weight, merged.bias), laid.sizes, -1)
+        self._round = held = _Round(x, grad, dtype, wants, weights, outputs)
+        return held.give(layer.place)
+
+    def _stays_alone(self, wants: bool) -> bool:
+        """Whether members compute one by one; that changes between forwards, never between one and its recomputation."""
         recomputes = torch._C._current_graph_task_id() != -1
         if self._strikes[wants] > 1 and not (recomputes and self._seen[wants]):
             self._alone[wants] = True
-        self._seen[wants] |= not recomputes
-        if self._alone[wants]:
-            return None
-        merged, dtype = self._merge(weights, biases), autocast_dtype(x)
-        if wants:
-            if merged is None and any(w.device != x.device or w.dtype != weights[0].dtype for w in weights):
-                return None
-            outputs = multiply(spec, x, weights, biases, merged)
-        elif merged is None or dtype is not None:
-            return None
-        else:
-            y = layer.run(x, merged.weight, merged.bias)
-            outputs = torch.unsafe_split_with_sizes(y, [w.shape[0] for w in weights], -1)
-        self._round = held = _Round(x, dtype, wants, weights, outputs)
-        return held.take(layer, x)
+        if not recomputes:
+            self._seen[wants] = True
+        return self._alone[wants]
 
     def _drop(self, held: _Round, strikes: int) -> None:
         """Let go of outputs that nobody took: after two strikes in a row members compute alone."""
@@ -171,23 +193,15 @@ class SiblingInput:
             self._strikes[held.wants] += strikes
             held.drop()
 
-    @property
-    def laid(self) -> Laid | None:
-        """Where the members' weights were put, if they were; `merge` looks at whether they are there."""
-        return self._laid
-
-    def _merge(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Merged | None:
-        merged = merge(self._laid, weights, biases)
-        if merged is None:
-            self._laid = None
-        return merged
-
     def _make_spec(self) -> ProductSpec:
         layers = [slot() for slot in self._slots]
         if any(getattr(layer.__dict__.get("autotp_border"), "names", ()) for layer in layers):
             self._alone = {True: True, False: True}  # its forward reads its parameters in another way than they lie there
-        copied = tuple(layer.copied.get(key) for key in ("weight", "bias") for layer in layers)
-        self._spec = ProductSpec(layers[0].run, self.group, self.reduce_dtype, self.group.tp_size > 1, False, False, copied)
+        keys = [(layer, key) for key in ("weight", "bias") for layer in layers]
+        copied = tuple(layer.copied.get(key) for layer, key in keys)
+        names = tuple(f"{layer.full_name}.{key}" if layer.accumulate_into_main_grad else None for layer, key in keys)
+        run, enters = layers[0].run, self.group.tp_size > 1
+        self._spec = ProductSpec(run, self.group, self.reduce_dtype, enters, False, False, copied, names)
         return self._spec
 
     def enter(self, x: Tensor) -> Tensor:
@@ -210,28 +224,42 @@ class SiblingInput:
 class _Round:
     """The outputs of all members for one input."""
 
-    __slots__ = ("broken", "dtype", "grad", "outputs", "served", "source", "version", "versions", "wants", "weights")
+    __slots__ = ("broken", "dtype", "grad", "left", "outputs", "served", "source", "version", "versions", "wants", "weights")
 
-    def __init__(self, x: Tensor, dtype: torch.dtype | None, wants: bool, weights: list[Any], outputs: Sequence[Tensor]) -> None:
+    def __init__(self, x: Tensor, grad: bool, dtype: Any, wants: bool, weights: Sequence[Any], outputs: Sequence[Tensor]) -> None:
         self.source: Tensor | None = x
-        self.version, self.grad, self.dtype, self.wants = x._version, torch.is_grad_enabled(), dtype, wants
+        self.version, self.grad, self.dtype, self.wants = x._version, grad, dtype, wants
         self.weights, self.versions = weights, [w._version for w in weights]
         self.outputs: list[Tensor | None] = list(outputs)
-        self.served = [False] * len(weights)
+        self.left = len(weights)
+        self.served = [False] * self.left
         self.broken = False
+
+    def give(self, place: int) -> Tensor:
+        """The output of a member that has not come yet."""
+        self.served[place] = True
+        self.left -= 1
+        y, self.outputs[place] = self.outputs[place], None
+        assert y is not None
+        return y
 
     def take(self, layer: Any, x: Tensor) -> Tensor | None:
         """The member's output, once; None if the input is another, or if it, the weight, grad mode or autocast changed since."""
-        place = layer.place
-        self.served[place] = True
-        if self.source is not x or self.grad is not torch.is_grad_enabled():
-            return None
+        place, outputs = layer.place, self.outputs  # read first: another thread may drop them
         weight = layer._parameters.get("weight")
-        if weight is not self.weights[place] or weight._version != self.versions[place]:
-            return None
-        if x._version != self.version or autocast_dtype(x) is not self.dtype:
-            return None
-        y, self.outputs[place] = self.outputs[place], None
+        if (
+            self.source is x
+            and self.grad is torch.is_grad_enabled()
+            and weight is self.weights[place]
+            and weight._version == self.versions[place]
+            and x._version == self.version
+            and autocast_dtype(x) is self.dtype
+        ):
+            y, outputs[place] = outputs[place], None
+        else:
+            y = None
+        self.served[place] = True
+        self.left -= 1
         return y
 
     def drop(self) -> None:
@@ -260,34 +288,35 @@ def _is_plain(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Laid:
-    """An allocation that holds all members' weights, and where each began."""
+    """An allocation that holds all members' weights (and biases, where all have one), the Parameters in it, and their places."""
 
     weight: Tensor
     bias: Tensor | None
-    weights_at: list[tuple[int, int]]  # address and number of elements
-    biases_at: list[tuple[int, int]]
+    weights: Sequence[nn.Parameter]
+    biases: Sequence[nn.Parameter | None]
+    sizes: list[int]
+    places: list[tuple[Any, ...]]
 
-    def fits(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
-        """Whether the weights (and the biases, if they were laid) still lie where they were put."""
-        dtype = self.weight.dtype
-        for weight, place in zip(weights, self.weights_at, strict=True):
-            if (weight.data_ptr(), weight.numel()) != place or weight.dtype is not dtype:
-                return False
-        for bias, place in zip(biases, self.biases_at, strict=False):
-            if bias is None or (bias.data_ptr(), bias.numel()) != place or bias.dtype is not dtype:
-                return False
-        return True
+    def holds(self, weights: Sequence[Any], biases: Sequence[Any]) -> bool:
+        """Whether these are the Parameters that were laid here, and still lie here."""
+        if len(weights) != len(self.weights):
+            return False
+        zipped = zip(weights, biases, self.weights, self.biases, self.places, strict=True)
+        return all(w is own and b is beside and place == _place_of(w, b) for w, b, own, beside, place in zipped)
+
+    def merge(self) -> Merged:
+        """All weights and all biases as one; biases of some members only are copied beside zeros."""
+        if self.bias is not None or all(b is None for b in self.biases):
+            return Merged(self.weight, self.bias)
+        with torch.no_grad():
+            parts = [self.weight.new_zeros(n) if b is None else b for n, b in zip(self.sizes, self.biases, strict=True)]
+            return Merged(self.weight, torch.cat(parts))
 
 
-def merge(laid: Laid | None, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Merged | None:
-    """The tensors `laid` side by side as one, if that is still where they lie; biases are put together where they are not."""
-    if laid is None or not laid.fits(weights, biases):
-        return None
-    if laid.bias is not None or not any(b is not None for b in biases):
-        return Merged(laid.weight, laid.bias)
-    with torch.no_grad():
-        parts = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
-        return Merged(laid.weight, torch.cat(parts))
+def _place_of(weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+    if bias is None:
+        return weight.data_ptr(), weight.numel(), weight.dtype
+    return weight.data_ptr(), weight.numel(), weight.dtype, bias.data_ptr(), bias.numel()
 
 
 def can_lie(tensors: Sequence[Any]) -> bool:
@@ -311,17 +340,17 @@ def _keeps_alignment(layer: Any) -> bool:
 @torch.no_grad()
 def lay_together(weights: Sequence[Any], biases: Sequence[Any]) -> Laid:
     """Give each Parameter data that is its part of one allocation, with a storage of its own, and the same values."""
-    weight, weights_at = _lay_tensors(weights)
-    bias, biases_at = None, []
+    weight, bias = _lay_tensors(weights), None
     if all(b is not None for b in biases) and can_lie(biases) and biases[0].dtype == weight.dtype:
-        bias, biases_at = _lay_tensors(biases)
-    return Laid(weight, bias, weights_at, biases_at)
+        bias = _lay_tensors(biases)
+    sizes = [w.shape[0] for w in weights]
+    return Laid(weight, bias, weights, biases, sizes, [_place_of(w, b) for w, b in zip(weights, biases, strict=True)])
 
 
-def _lay_tensors(tensors: Sequence[Any]) -> tuple[Tensor, list[tuple[int, int]]]:
+def _lay_tensors(tensors: Sequence[Any]) -> Tensor:
     whole = torch.cat([t.detach() for t in tensors])
     stop = 0
     for tensor in tensors:
         start, stop = stop, stop + tensor.shape[0]
         tensor.data = torch.from_dlpack(whole[start:stop])  # shares the memory under a storage that begins and ends with it
-    return whole, [(t.data_ptr(), t.numel()) for t in tensors]
+    return whole
