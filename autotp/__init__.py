@@ -6,6 +6,7 @@ from .errors import AutoTPError, CheckpointError, GatherError, KernelUnsupported
 from .inject.plan import ModulePlan, Plan, Region
 from .inject.rewrite import from_pretrained, parallelize, unshard
 from .inject.rules import make_plan
+from .kernels.product import linear_with_residual
 from .layers.base import TensorParallel_Layer
 from .layers.cross_entropy import vocab_parallel_cross_entropy
 from .layers.gather import GatherReplacedLayerParams
@@ -39,6 +40,7 @@ __all__ = [
     "enable_main_grad",
     "from_pretrained",
     "full_state_dict",
+    "linear_with_residual",
     "load_full_state_dict",
     "make_plan",
     "parallelize",

@@ -32,10 +32,11 @@ from ..comm import TPGroup, resolve_group
 from ..errors import PlanError
 from ..kernels.dispatch import Problem, select
 from ..kernels.main_grad import into_main_grad
+from ..kernels.product import multiply_uncompiled
 from ..shard import Cut, Shard
 from .base import TensorParallel_Layer, insert_class
 from .embedding import column_shard, gather_columns
-from .product import ProductSpec, multiply_uncompiled, sum_owned
+from .product import make_spec, sum_owned
 from .siblings import SiblingInput
 
 
@@ -146,7 +147,7 @@ class ParallelLinear(TensorParallel_Layer):
         """The same as one step of autograd, which adds to main_grad; a compiler would not see that, and is interrupted."""
         copied = (self.copied.get("weight"), self.copied.get("bias"))
         names = (f"{self.full_name}.weight", f"{self.full_name}.bias")
-        spec = ProductSpec(self.run, self.tp, self.reduce_dtype, enters, leaves, self.out_dim == 1, copied, names)
+        spec = make_spec(self.run, self.tp, self.reduce_dtype, copied, names, enters, leaves, self.out_dim == 1)
         return multiply_uncompiled(spec, x, (weight,), (bias,))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

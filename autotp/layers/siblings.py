@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from ..collectives import copy_to_group
 from ..comm import TPGroup
-from .product import Merged, ProductSpec, autocast_dtype, multiply, watches_operations
+from ..kernels.autocast import autocast_dtype
+from ..kernels.product import Merged, ProductSpec, multiply
+from .product import make_spec, watches_operations
 
 ALIGNMENT_BYTES = 16  # what GEMMs and fused optimizers read at a time: a weight that begins elsewhere would slow them down
 
@@ -201,7 +203,7 @@ class SiblingInput:
         copied = tuple(layer.copied.get(key) for layer, key in keys)
         names = tuple(f"{layer.full_name}.{key}" if layer.accumulate_into_main_grad else None for layer, key in keys)
         run, enters = layers[0].run, self.group.tp_size > 1
-        self._spec = ProductSpec(run, self.group, self.reduce_dtype, enters, False, False, copied, names)
+        self._spec = make_spec(run, self.group, self.reduce_dtype, copied, names, enters)
         return self._spec
 
     def enter(self, x: Tensor) -> Tensor:

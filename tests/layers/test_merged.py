@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from autotp.comm import TPGroup
-from autotp.layers import product
+from autotp.kernels import product
 from autotp.layers.linear import LinearLayer
 from autotp.layers.siblings import SiblingInput, lay_siblings
 

@@ -1,0 +1,295 @@
+"""The product of one input with the weights of one linear, or of several that read it, as one step of autograd.
+
+M rows, K in, N out (`N1 + N2 + ...` over the weights).
+
+| direction | algebra |
+|---|---|
+| forward | `y = x @ w.T`, then `sum_output`, then `+ b`; with it the residual `x` itself |
+| dgrad | `dx = dy @ w` (`+` the residual's gradient), then `sum_input` |
+| wgrad | `dw = dy.T @ x`, `db = dy.sum(0)`, each followed by its `sum_copies`; into `main_grad` where that is asked for |
+
+Each of dx, dw and db is computed where it is wanted and for its own sake. Weights that lie side by side take one GEMM in each
+direction; others one each, whose input gradients add up in one buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .autocast import autocast_dtype, disable_autocast
+from .main_grad import add_gradient, add_product, find_main_grad
+from .matmul import dgrad, join_columns, linear, view_side_by_side, wgrad
+from .ownership import Ownership, count_references
+
+SMALL = 1 << 20  # elements up to which copying a gradient costs less than launching another product
+
+Sum = Callable[[Tensor], Tensor]  # takes over the memory of what it is given
+
+
+class ProductSpec(NamedTuple):
+    """What stays the same from call to call.
+
+    Attributes:
+        run: the forward product `(x, w, b=None) -> y`.
+        sum_input, sum_output: what makes the input's gradient, or the output, out of this rank's part of it.
+        transposed: weights are `[K, N]`, as Conv1D's.
+        sum_copies: for each weight, then each bias, what sums its gradient over the ranks that hold copies.
+        main_grads: for each weight, then each bias, its name where its gradient goes into its `main_grad`.
+        residual: return the input as well, last.
+        adds_residual: whether this rank adds the residual's gradient to its part of the input's: one of them does.
+    """
+
+    run: Callable[..., Tensor] = linear
+    sum_input: Sum | None = None
+    sum_output: Sum | None = None
+    transposed: bool = False
+    sum_copies: tuple[Sum | None, ...] = (None, None)
+    main_grads: tuple[str | None, ...] = (None, None)
+    residual: bool = False
+    adds_residual: bool = True
+
+
+class Merged(NamedTuple):
+    """All weights `[N, K]` as one tensor over their own memory, and all biases `[N]`, if any."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def multiply(
+    spec: ProductSpec, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], merged: Merged | None = None
+) -> Any:
+    """`x @ w.T + b` as autograd sees it; a tuple where there are several weights, or the residual."""
+    if spec.residual and not (x.requires_grad and torch.is_grad_enabled()):
+        y = multiply(spec._replace(residual=False), x, weights, biases, merged)
+        return (*y, x) if len(weights) > 1 else (y, x)
+    if spec.residual:
+        _ownership.measure(x.device, lambda y: _Product.apply(_PLAIN_RESIDUAL, None, None, y, torch.ones_like(y), None))
+    if not torch._C._is_any_autocast_enabled():
+        return _Product.apply(spec, None, merged, x, *weights, *biases)
+    dtype = autocast_dtype(x)
+    with disable_autocast(x):
+        return _Product.apply(spec, dtype, merged, x, *weights, *biases)
+
+
+# A compiler would not see what is added to main_grad: it is interrupted there.
+multiply_uncompiled: Callable[..., Any] = torch.compiler.disable(multiply)
+
+
+def linear_with_residual(
+    x: Tensor, w: Tensor, b: Tensor | None = None, *, accumulate_into_main_grad: bool = False, name: str = "this linear"
+) -> tuple[Tensor, Tensor]:
+    """`(x @ w.T + b, x)`, where the GEMM of x's gradient adds to the gradient that arrives at the second.
+
+    | tensor | shape |
+    |---|---|
+    | x, x_res | `[..., K]` |
+    | w, b | `[N, K]`, `[N]` |
+    | y | `[..., N]` |
+
+    dgrad: `dx = dx_res + dy @ w`, in dx_res' own memory where that is contiguous and nobody else's. Autograd may give one
+    tensor to several, or one that is expanded: such a gradient is left alone, and added to the product.
+
+    Args:
+        accumulate_into_main_grad: add the gradients of `w` and `b`, Parameters then, to their `main_grad`.
+        name: of the linear, for messages.
+    """
+    if torch.compiler.is_compiling() and not accumulate_into_main_grad:
+        return linear(x, w, b), x
+    names = (f"{name}.weight", f"{name}.bias") if accumulate_into_main_grad else (None, None)
+    run = multiply_uncompiled if accumulate_into_main_grad else multiply
+    return run(ProductSpec(main_grads=names, residual=True), x, (w,), (b,))
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, spec: ProductSpec, dtype: torch.dtype | None, merged: Merged | None, x: Tensor, *params: Any) -> Any:
+        count = len(params) // 2
+        weights, biases = params[:count], params[count:]
+        ctx.set_materialize_grads(False)
+        ctx.spec, ctx.weights, ctx.biases, ctx.merged = spec, weights, biases, None
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        source, x = x, _cast(x, dtype)
+        wanted = ctx.needs_input_grad
+        kept = x if True in wanted[4 : 4 + count] else None
+        if merged is not None:
+            weight = _cast(merged.weight, dtype)
+            if wanted[3]:  # the weights' own memory: that nobody writes to it is checked as autograd checks what it saves
+                ctx.merged = weight
+                ctx.versions = [w._version for w in weights] if weight is merged.weight else None
+            ctx.save_for_backward(kept)
+            y = spec.run(x, weight, _cast(merged.bias, dtype))
+            outputs = torch.unsafe_split_with_sizes(y, [w.shape[0] for w in weights], -1)
+            return (*outputs, source.view_as(source)) if spec.residual else outputs
+        cast = [_cast(w, dtype) for w in weights]
+        ctx.save_for_backward(kept, *(cast if wanted[3] else ()))
+        if count == 1 and not spec.residual:
+            return _run_one(spec, x, cast[0], biases[0], dtype)
+        outputs = tuple(_run_one(spec, x, w, b, dtype) for w, b in zip(cast, biases, strict=True))
+        return (*outputs, source.view_as(source)) if spec.residual else outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor | None) -> Any:
+        ctx.residual, ctx.owned = None, False
+        if ctx.spec.residual:
+            ctx.residual = grads[-1]
+            ctx.owned = ctx.residual is not None and _ownership.owns(ctx.residual, count_references(ctx.residual))
+        rows = {i: g.reshape(-1, g.shape[-1]) for i, g in enumerate(grads[: len(ctx.weights)]) if g is not None}
+        if torch._C._is_any_autocast_enabled():
+            with disable_autocast(ctx.weights[0]):
+                return _backward(ctx, rows)
+        return _backward(ctx, rows)
+
+
+_ownership = Ownership()
+_PLAIN_RESIDUAL = ProductSpec(residual=True)
+
+
+def _run_one(spec: ProductSpec, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    if spec.sum_output is None:
+        return spec.run(x, weight, _cast(bias, dtype))
+    y = spec.sum_output(spec.run(x, weight))
+    return y if bias is None else y.add_(bias.to(y.dtype))
+
+
+def _cast(tensor: Any, dtype: torch.dtype | None) -> Any:
+    return tensor if tensor is None or dtype is None else tensor.to(dtype)
+
+
+# -- backward -----------------------------------------------------------------------------------------------------------
+
+
+def _backward(ctx: Any, rows: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
+    if not rows:
+        return None, None, None, ctx.residual, *[None] * (2 * len(ctx.weights))
+    params, wanted = (*ctx.weights, *ctx.biases), ctx.needs_input_grad
+    for parameter, name, wants in zip(params, ctx.spec.main_grads, wanted[4:], strict=True):
+        if name is not None and wants:
+            find_main_grad(parameter, name)  # before any collective: a rank that raises inside would leave the others waiting
+    x, *saved = ctx.saved_tensors
+    joined = _join(ctx, rows)
+    dx = _input_gradient(ctx, rows, joined, saved) if wanted[3] else None
+    dw = _weight_gradients(ctx, rows, joined, x)
+    db = _bias_gradients(ctx, rows, joined)
+    return None, None, None, dx, *dw, *db
+
+
+def _join(ctx: Any, rows: dict[int, Tensor]) -> Tensor | None:
+    """The gradients of all outputs as one `[M, N]`, or None where products one by one are wanted or cost less."""
+    count = len(ctx.weights)
+    if count == 1:
+        return rows[0]
+    if len(rows) < count or ctx.merged is None:
+        return None
+    parts = [rows[i] for i in range(count)]
+    found = view_side_by_side(parts)
+    if found is not None:
+        return found
+    m, n, k = parts[0].shape[0], ctx.merged.shape[0], ctx.merged.shape[1]
+    # A copy reads and writes n columns; each further product reads and writes the k columns that it adds to.
+    return join_columns(parts) if m * n <= SMALL or n <= (count - 1) * k else None
+
+
+def _input_gradient(ctx: Any, rows: dict[int, Tensor], joined: Tensor | None, saved: list[Tensor]) -> Tensor:
+    spec, residual = ctx.spec, ctx.residual
+    if ctx.merged is not None:
+        _check_versions(ctx)
+    dtype = next(iter(rows.values())).dtype
+    # Under autocast the product's dtype is not the residual's, whose gradient is whole on every rank and added last.
+    early = residual if residual is not None and spec.adds_residual and residual.dtype == dtype else None
+    late = residual if residual is not None and residual.dtype != dtype else None
+    dx = early.view(-1, ctx.shape[-1]) if early is not None and ctx.owned else None
+    if joined is not None:
+        dx = dgrad(joined, ctx.merged if ctx.merged is not None else _as_rows(saved[0], spec), dx)
+    else:
+        parts = saved if ctx.merged is None else ctx.merged.split([w.shape[0] for w in ctx.weights])
+        for i, dy in rows.items():
+            dx = dgrad(dy, _as_rows(parts[i], spec), dx)
+    assert dx is not None
+    dx = dx.view(ctx.shape)
+    if early is not None and not ctx.owned:
+        dx.add_(early)
+    if spec.sum_input is not None:
+        dx = spec.sum_input(dx)
+    dx = dx.to(ctx.dtype)
+    return dx if late is None else dx + late
+
+
+def _as_rows(weight: Tensor, spec: ProductSpec) -> Tensor:
+    return weight.t() if spec.transposed else weight
+
+
+def _check_versions(ctx: Any) -> None:
+    """Raise as autograd does for what it saved itself."""
+    if ctx.versions is not None and ctx.versions != [w._version for w in ctx.weights]:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a weight of "
+            f"linears that read one input, of shapes {[tuple(w.shape) for w in ctx.weights]}. Change weights after backward."
+        )
+
+
+def _weight_gradients(ctx: Any, rows: dict[int, Tensor], joined: Tensor | None, x: Tensor | None) -> list[Tensor | None]:
+    weights, spec = ctx.weights, ctx.spec
+    count = len(weights)
+    wanted = ctx.needs_input_grad[4 : 4 + count]
+    grads: list[Tensor | None] = [None] * count
+    if x is None:
+        return grads
+    flat = x.reshape(-1, x.shape[-1])
+    if count > 1 and joined is not None and False not in wanted and not any(spec.main_grads[:count]):
+        whole = wgrad(joined, flat)
+        assert whole is not None
+        grads = list(torch.unsafe_split_with_sizes(whole.to(weights[0].dtype), [w.shape[0] for w in weights]))
+        return [_sum_copies(spec, i, grad) for i, grad in enumerate(grads) if grad is not None]
+    for i, dy in rows.items():
+        if wanted[i]:
+            left, right = (flat, dy) if spec.transposed else (dy, flat)
+            grads[i] = _weight_gradient(spec, i, weights[i], left, right)
+    return grads
+
+
+def _weight_gradient(spec: ProductSpec, i: int, weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """`left.T @ right`, what several ranks hold summed; into main_grad where that is asked for."""
+    name = spec.main_grads[i]
+    if name is None:
+        product = wgrad(left, right)
+        assert product is not None
+        return _sum_copies(spec, i, product.to(weight.dtype))
+    if spec.sum_copies[i] is None:
+        return add_product(weight, name, left, right)
+    product = torch.empty_like(weight, dtype=find_main_grad(weight, name).dtype)
+    wgrad(left, right, product, overwrite=True)
+    return add_gradient(weight, name, _sum_copies(spec, i, product))
+
+
+def _bias_gradients(ctx: Any, rows: dict[int, Tensor], joined: Tensor | None) -> list[Tensor | None]:
+    biases, spec = ctx.biases, ctx.spec
+    count = len(biases)
+    wanted = ctx.needs_input_grad[4 + count :]
+    grads: list[Tensor | None] = [None] * count
+    if True not in wanted:
+        return grads
+    if count > 1 and joined is not None and False not in wanted and not any(spec.main_grads[count:]):
+        sums = joined.sum(0).to(biases[0].dtype)
+        grads = list(torch.unsafe_split_with_sizes(sums, [b.shape[0] for b in biases]))
+        return [_sum_copies(spec, count + i, grad) for i, grad in enumerate(grads) if grad is not None]
+    for i, dy in rows.items():
+        if wanted[i]:
+            name = spec.main_grads[count + i]
+            dtype = biases[i].dtype if name is None else find_main_grad(biases[i], name).dtype
+            total = dy.sum(0).to(dtype) if name is None else dy.sum(0, dtype=dtype)
+            total = _sum_copies(spec, count + i, total)
+            grads[i] = total if name is None else add_gradient(biases[i], name, total)
+    return grads
+
+
+def _sum_copies(spec: ProductSpec, i: int, grad: Tensor) -> Tensor:
+    """`grad` of parameter `i`, summed over the ranks that hold copies of it; every rank comes here for the same ones."""
+    total = spec.sum_copies[i]
+    return grad if total is None else total(grad)
