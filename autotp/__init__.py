@@ -12,6 +12,7 @@ from .layers.cross_entropy import vocab_parallel_cross_entropy
 from .layers.gather import GatherReplacedLayerParams
 from .layers.linear import LinearAllreduce, LinearLayer
 from .layers.main_grad import enable_main_grad
+from .layers.norm_linear import LayerNormLinear
 from .layers.stream import full_state_dict, load_full_state_dict
 from .shard import Shard
 from .train import clip_grad_norm_, verify
@@ -23,6 +24,7 @@ __all__ = [
     "GatherError",
     "GatherReplacedLayerParams",
     "KernelUnsupported",
+    "LayerNormLinear",
     "LinearAllreduce",
     "LinearLayer",
     "ModulePlan",

@@ -9,6 +9,8 @@
 | `copy_columns_to_group` | identity | all-reduce of some columns | the same, where only they enter |
 | `keep_on_first` | identity on rank 0, zeros elsewhere | all-reduce of rank 0's | a bias is added to partial sums once |
 | `sum_copies` | identity | sum over the holders | sharded computation reads what several ranks hold |
+| `gather_rows_from_group` | all-gather of rows | reduce-scatter | rows dealt to the ranks enter sharded computation |
+| `scatter_rows_to_group` | reduce-scatter of rows | all-gather | partial sums leave it for dealt rows |
 
 They return their result and never write into their input, whatever its strides.
 """
@@ -139,6 +141,30 @@ def sum_over_holders(grad: Tensor, group: TPGroup, shard: Shard) -> Tensor:
     return out
 
 
+class _GatherRowsFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: TPGroup, dtype: torch.dtype | None) -> Tensor:
+        ctx.group, ctx.dtype = group, dtype
+        return group.gather_rows(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return ctx.group.reduce_scatter_rows(grad, ctx.dtype), None, None
+
+
+class _ScatterRowsToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: TPGroup, dtype: torch.dtype | None) -> Tensor:
+        ctx.group = group
+        return group.reduce_scatter_rows(x, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return ctx.group.gather_rows(grad), None, None
+
+
 def copy_to_group(x: Tensor, group: TPGroup, dtype: torch.dtype | None = None) -> Tensor:
     """`x` itself; its gradient is summed over the ranks (in `dtype` if one is named), each of which adds a part of it."""
     return x if group.tp_size == 1 else _CopyToGroup.apply(x, group, dtype)
@@ -168,6 +194,16 @@ def sum_copies(x_local: Tensor, group: TPGroup, shard: Shard) -> Tensor:
     if group.tp_size == 1 or shard.copied is None:
         return x_local
     return _SumCopies.apply(x_local, group, shard)
+
+
+def gather_rows_from_group(x: Tensor, group: TPGroup, dtype: torch.dtype | None = None) -> Tensor:
+    """All ranks' rows `[R, ...]`, as many on each, as `[tp_size * R, ...]`; each rank's gradient of them is a part of it."""
+    return x if group.tp_size == 1 else _GatherRowsFromGroup.apply(x, group, dtype)
+
+
+def scatter_rows_to_group(x: Tensor, group: TPGroup, dtype: torch.dtype | None = None) -> Tensor:
+    """This rank's rows `[R, ...]` of the sum of all ranks' `x` `[tp_size * R, ...]`; their gradients are gathered."""
+    return x if group.tp_size == 1 else _ScatterRowsToGroup.apply(x, group, dtype)
 
 
 def reduce_from_group(x: Tensor, group: TPGroup, dtype: torch.dtype | None = None) -> Tensor:

@@ -19,8 +19,9 @@ from .errors import AutoTPError, GatherError
 from .shard import Shard
 
 _counter = itertools.count()
-# Newer torch gave the collective another name and warns of the old one.
+# Newer torch gave the collectives other names and warns of the old ones.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 class TPGroup:
@@ -171,6 +172,31 @@ class TPGroup:
         every = tensor.new_empty(self.tp_size * tensor.numel())
         work = getattr(dist, ALL_GATHER)(every, tensor.reshape(-1), group=self.group, async_op=True)
         return every.view(self.tp_size, *tensor.shape), work
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Every rank's `rows` `[R, ...]`, as many on each, one rank's after another's: `[tp_size * R, ...]`."""
+        if self.tp_size == 1:
+            return rows
+        every = rows.new_empty(self.tp_size * rows.shape[0], *rows.shape[1:])
+        if every.numel():
+            getattr(dist, ALL_GATHER)(every, rows.contiguous(), group=self.group)
+        return every
+
+    def reduce_scatter_rows(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's block `[R, ...]` of the sum of all ranks' `rows` `[tp_size * R, ...]`; summed in `dtype` if one is named.
+
+        Raises:
+            AutoTPError: the rows can't be dealt evenly.
+        """
+        if self.tp_size == 1:
+            return rows
+        if rows.shape[0] % self.tp_size:
+            raise AutoTPError(f"{rows.shape[0]} rows can't be scattered evenly over {self.tp_size} ranks: pad dim 0")
+        source = rows.to(dtype or rows.dtype).contiguous()
+        own = source.new_empty(rows.shape[0] // self.tp_size, *rows.shape[1:])
+        if own.numel():
+            getattr(dist, REDUCE_SCATTER)(own, source, group=self.group)
+        return own.to(rows.dtype)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Rank `source`'s `tensor`; the others give one of the same shape and dtype, which is written."""

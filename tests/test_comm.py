@@ -64,6 +64,29 @@ def test_all_reduce_sums_in_the_dtype_named(ranks):
     ranks.run(check_reduce_dtype, size=3)
 
 
+def check_rows(group):
+    tp = resolve_group(group)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for name, x in layouts(made(tp.tp_rank, 6, 4).to(dtype)).items():
+            before = x.clone()
+            every = [layouts(made(rank, 6, 4).to(dtype))[name] for rank in range(tp.tp_size)]
+            assert torch.equal(tp.gather_rows(x), torch.cat(every)) and torch.equal(x, before), name
+            if x.shape[0] % tp.tp_size:
+                assert "can't be scattered evenly" in message(tp.reduce_scatter_rows, x)
+                continue
+            own = x.shape[0] // tp.tp_size
+            summed = sum(part.double() for part in every)[tp.tp_rank * own : (tp.tp_rank + 1) * own]
+            got = tp.reduce_scatter_rows(x, torch.float64)
+            assert got.dtype is dtype and torch.equal(x, before), name
+            torch.testing.assert_close(got, summed.to(dtype), msg=name)
+            torch.testing.assert_close(tp.reduce_scatter_rows(x).double(), summed, rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_rows_are_gathered_and_reduce_scattered(ranks, size):
+    ranks.run(check_rows, size=size)
+
+
 def shard_cases(size):
     yield Shard.even((7, 3), 0, size)
     yield Shard.even((3, 7), 1, size)

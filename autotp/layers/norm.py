@@ -97,13 +97,16 @@ class DistributedNorm(TensorParallel_Layer):
         if gate is not None:
             wide = torch.promote_types(x.dtype, torch.float32)
             x = x.to(wide) * F.silu(gate.to(wide))
-        y = _NormOverGroup.apply(x, self.tp, norm.width, norm.eps, norm.kind == "layernorm", norm.holders)
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
-        if weight is not None:
-            y = y * (weight.to(y.dtype) + 1 if norm.kind == "rms1p" else weight.to(y.dtype))
-        if bias is not None:
-            y = y + bias.to(y.dtype)
-        return y.to(hidden_states.dtype)
+        return normalise_over_group(x, self.tp, norm, weight, bias).to(hidden_states.dtype)
+
+
+def normalise_over_group(x: Tensor, group: TPGroup, norm: DealtNorm, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The norm of this rank's columns `x` `[..., N_r]`, times its weight plus its bias `[N_r]`; float32, or float64 for that."""
+    y = _NormOverGroup.apply(x, group, norm.width, norm.eps, norm.kind == "layernorm", norm.holders)
+    if weight is not None:
+        y = y * (weight.to(y.dtype) + 1 if norm.kind == "rms1p" else weight.to(y.dtype))
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 def install_norm(module: Any, group: TPGroup, shards: dict[str, Shard], name: str, kind: str, eps: float, width: int) -> None:

@@ -47,7 +47,7 @@ class SiblingInput:
         self.group, self.members, self.reduce_dtype = group, members, reduce_dtype
         self._slots: list[Any] = [lambda: None] * members  # weak: a copy of one member is a member of no group
         self._spec: ProductSpec | None = None
-        self._laid: _Laid | None = None
+        self._laid: Laid | None = None
         self._strikes, self._alone = {True: 0, False: 0}, {True: False, False: False}  # by whether a gradient is wanted
         self._seen = {True: False, False: False}  # whether such a forward ran that a backward may recompute
         self._round: _Round | None = None
@@ -56,10 +56,10 @@ class SiblingInput:
     def __deepcopy__(self, memo: dict[int, Any]) -> SiblingInput:
         twin = memo[id(self)] = SiblingInput(self.group, self.members, self.reduce_dtype)
         twin._strikes, twin._alone = dict(self._strikes), dict(self._alone)
-        laid = self._find_laid()
+        laid = self.find_laid()
         if laid is not None:
             weights, biases = ([copy.deepcopy(each, memo) for each in part] for part in (laid.weights, laid.biases))
-            twin._laid = _lay(weights, biases)
+            twin._laid = lay_together(weights, biases)
         return twin
 
     def clear(self) -> None:
@@ -88,15 +88,15 @@ class SiblingInput:
         """Move the members' weights and biases side by side, where they are all there and alike."""
         params = self._read_parameters()
         layers = [slot() for slot in self._slots]
-        if params is not None and _can_lie(params[0]) and all(_keeps_alignment(layer) for layer in layers):
-            self._laid = _lay(*params)
+        if params is not None and can_lie(params[0]) and all(_keeps_alignment(layer) for layer in layers):
+            self._laid = lay_together(*params)
 
     def follow(self, moved: bool) -> None:
         """After a member's data was converted or moved: let go of the old memory, and lay the new when all have moved."""
-        if self._find_laid() is None and moved:
+        if self.find_laid() is None and moved:
             self.lay()
 
-    def _find_laid(self) -> _Laid | None:
+    def find_laid(self) -> Laid | None:
         """The allocation, if it is still what the members' parameters lie in; where it is not, it is let go."""
         laid = self._laid
         if laid is None:
@@ -158,7 +158,7 @@ class SiblingInput:
         if self._slots[layer.place]() is not layer:  # a copy of the model: its members come one by one
             self._slots[layer.place], self._spec = weakref.ref(layer), None
             return None
-        laid = self._find_laid()
+        laid = self.find_laid()
         params = self._read_parameters() if laid is None else (laid.weights, laid.biases)
         if params is None or not _is_plain(x):
             return None
@@ -289,7 +289,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Laid:
+class Laid:
     """An allocation that holds all members' weights (and biases, where all have one), the Parameters in it, and their places."""
 
     weight: Tensor
@@ -298,6 +298,13 @@ class _Laid:
     biases: Sequence[nn.Parameter | None]
     sizes: list[int]
     places: list[tuple[Any, ...]]
+
+    def holds(self, weights: Sequence[Any], biases: Sequence[Any]) -> bool:
+        """Whether these are the Parameters that were laid here, and still lie here."""
+        if len(weights) != len(self.weights):
+            return False
+        zipped = zip(weights, biases, self.weights, self.biases, self.places, strict=True)
+        return all(w is own and b is beside and place == _place_of(w, b) for w, b, own, beside, place in zipped)
 
     def merge(self) -> Merged:
         """All weights and all biases as one; biases of some members only are copied beside zeros."""
@@ -314,7 +321,7 @@ def _place_of(weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
     return weight.data_ptr(), weight.numel(), weight.dtype, bias.data_ptr(), bias.numel()
 
 
-def _can_lie(tensors: Sequence[Any]) -> bool:
+def can_lie(tensors: Sequence[Any]) -> bool:
     """Whether the tensors are separate, alike but for their number of rows, and memory that is ours to move."""
     first = tensors[0]
     return all(
@@ -333,13 +340,13 @@ def _keeps_alignment(layer: Any) -> bool:
 
 
 @torch.no_grad()
-def _lay(weights: Sequence[Any], biases: Sequence[Any]) -> _Laid:
+def lay_together(weights: Sequence[Any], biases: Sequence[Any]) -> Laid:
     """Give each Parameter data that is its part of one allocation, with a storage of its own, and the same values."""
     weight, bias = _lay_tensors(weights), None
-    if all(b is not None for b in biases) and _can_lie(biases) and biases[0].dtype == weight.dtype:
+    if all(b is not None for b in biases) and can_lie(biases) and biases[0].dtype == weight.dtype:
         bias = _lay_tensors(biases)
     sizes = [w.shape[0] for w in weights]
-    return _Laid(weight, bias, weights, biases, sizes, [_place_of(w, b) for w, b in zip(weights, biases, strict=True)])
+    return Laid(weight, bias, weights, biases, sizes, [_place_of(w, b) for w, b in zip(weights, biases, strict=True)])
 
 
 def _lay_tensors(tensors: Sequence[Any]) -> Tensor:

@@ -4,6 +4,7 @@
 """
 
 import copy
+import itertools
 import os
 import shutil
 import sys
@@ -190,11 +191,65 @@ def check_smollm2_shape():
     return f"logits {logits:.1e}, loss {loss:.1e}, gradients {compare_gradients(full_gradients(model), want[2], 1e-3):.1e}"
 
 
+def part_of(layer, mode, dealt, rows, columns, out):
+    """Which rows and columns of x, and of y, this rank has."""
+    share = slice(RANK * rows // 2, (RANK + 1) * rows // 2) if dealt else slice(None)
+    own = layer.shards[layer.weight_names[0]].cuts[0].indices(RANK).to(DEVICE) if mode else None
+    every = torch.arange(columns, device=DEVICE), torch.arange(out, device=DEVICE)
+    if mode == "row":
+        return slice(None), own, share, every[1]
+    return (share, every[0], slice(None), own) if mode else (share, every[0], share, every[1])
+
+
+def check_norm_linear(norm):
+    """LayerNormLinear in bfloat16 with float32 main gradients, dealt in every way: mean errors beside one GPU's modules."""
+    rows, columns, out = 512, 1030, 774
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(getattr(torch.nn, norm)(columns, eps=1e-5), torch.nn.Linear(columns, out)).to(DEVICE)
+    for parameter in plain.parameters():
+        torch.nn.init.normal_(parameter, 0.5, 0.5)
+    plain.bfloat16()
+    exact = copy.deepcopy(plain).double()
+    names = {"0.weight": "layer_norm_weight", "0.bias": "layer_norm_bias", "1.weight": "weight", "1.bias": "bias"}
+    full, dy = (torch.randn(rows, 3, n, device=DEVICE).bfloat16() for n in (columns, out))
+    outputs, inputs = [], []
+    for module in (exact, plain):
+        x = full.to(module[1].weight.dtype, copy=True).requires_grad_()
+        outputs.append(module(x))
+        inputs.append(x)
+        outputs[-1].backward(dy.to(x.dtype))
+    worst = 0.0
+    for mode, dealt, delay in itertools.product([None, "column", "row"], [False, True], [False, True]):
+        options = dict(tp_group=dist.group.WORLD, parallel_mode=mode, sequence_parallel=dealt, params_dtype=torch.bfloat16)
+        options |= dict(fuse_wgrad_accumulation=True, delay_wgrad_compute=delay, normalization=norm, device=DEVICE)
+        layer = autotp.LayerNormLinear(columns, out, **options)
+        layer.load_state_dict({names[name]: value for name, value in plain.state_dict().items()})
+        layer.weight.main_grad = torch.zeros(layer.weight.shape, device=DEVICE)
+        x_rows, x_columns, y_rows, y_columns = part_of(layer, mode, dealt, rows, columns, out)
+        x = full[x_rows][..., x_columns].requires_grad_()
+        y = layer(x)
+        y.backward(dy[y_rows][..., y_columns])
+        layer.backward_dw()
+        triples = [(y, *(each[y_rows][..., y_columns] for each in outputs))]
+        triples += [(x.grad, *(each.grad[x_rows][..., x_columns] for each in inputs))]
+        for name, parameter in plain.named_parameters():
+            mine, shard = layer.get_parameter(names[name]), layer.shards.get(names[name])
+            gradients = exact.get_parameter(name).grad, parameter.grad
+            gradients = gradients if shard is None else [shard.split(gradient, RANK) for gradient in gradients]
+            triples.append((mine.main_grad if name == "1.weight" else mine.grad, *gradients))
+        for got, true, one in triples:
+            ratio = ((got - true).abs().mean() / (one - true).abs().mean()).item()
+            worst = max(worst, ratio)
+            assert ratio <= 2, (mode, dealt, delay, list(got.shape), ratio)
+    return f"mean errors at most {worst:.2f} times one GPU's"
+
+
 def main():
     torch.backends.cuda.matmul.allow_tf32 = False
     checks = [(f, family) for f in (check_float32, check_steps, check_bf16, check_gather_and_save) for family in FAMILIES]
     checks += [(f, "llama") for f in (check_no_sync, check_generate, check_checkpointing, check_found_inf)]
     checks += [(check_generate, "gemma2"), (check_smollm2_shape, None)]
+    checks += [(check_norm_linear, norm) for norm in ("LayerNorm", "RMSNorm")]
     failed = 0
     for check, family in checks:
         try:

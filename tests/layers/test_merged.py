@@ -66,7 +66,7 @@ def made(seed, *shape, dtype=torch.float64):
 
 
 def lined_up(model):
-    return model.linears[0].siblings._find_laid() is not None
+    return model.linears[0].siblings.find_laid() is not None
 
 
 def run(model, x, loss, wants_input=True):
