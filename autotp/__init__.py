@@ -11,6 +11,7 @@ from .layers.base import TensorParallel_Layer
 from .layers.cross_entropy import vocab_parallel_cross_entropy
 from .layers.gather import GatherReplacedLayerParams
 from .layers.linear import LinearAllreduce, LinearLayer
+from .layers.linear_by_size import Linear
 from .layers.main_grad import enable_main_grad
 from .layers.norm_linear import LayerNormLinear
 from .layers.stream import full_state_dict, load_full_state_dict
@@ -25,6 +26,7 @@ __all__ = [
     "GatherReplacedLayerParams",
     "KernelUnsupported",
     "LayerNormLinear",
+    "Linear",
     "LinearAllreduce",
     "LinearLayer",
     "ModulePlan",

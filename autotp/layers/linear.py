@@ -130,13 +130,20 @@ class ParallelLinear(TensorParallel_Layer):
         y = sum_owned(self.run(x, weight), self.tp, self.reduce_dtype)
         return y if bias is None else y.add_(bias.to(y.dtype))
 
+    def multiply_partial(self, x: Tensor) -> Tensor:
+        """`x @ w.T`, this rank's part of a sum that the caller adds up."""
+        weight = self.weight
+        wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        multiply = self._multiply_accumulating if wanted and self.accumulate_into_main_grad else self._multiply_plain
+        return multiply(x, weight, None, False, False)
+
     def _multiply_plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, enters: bool, leaves: bool) -> Tensor:
         """The same as operations that torch differentiates: on the host they cost less than one of ours."""
         if "weight" in self.copied and weight.requires_grad:
             weight = sum_copies(weight, self.tp, self.copied["weight"])
         if bias is not None and "bias" in self.copied and bias.requires_grad:
             bias = sum_copies(bias, self.tp, self.copied["bias"])
-        if enters:
+        if enters and x.requires_grad:
             x = copy_to_group(x, self.tp, self.reduce_dtype)
         if not leaves:
             return self.run(x, weight, bias)
@@ -232,7 +239,7 @@ class LinearPartial(ParallelLinear, nn.Linear):
         weight, bias = self.weight, self.bias
         if not (self.accumulate_into_main_grad and torch.is_grad_enabled()):
             return self.run(input, weight, None if bias is None else keep_on_first(bias, self.tp))
-        y = self._multiply_accumulating(input, weight, None, False, False)
+        y = self.multiply_partial(input)
         if bias is None:
             return y
         if bias.requires_grad:
