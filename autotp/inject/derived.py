@@ -8,7 +8,7 @@ Parameters behind it. The proof compares each rank's weight with its part of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,30 +36,38 @@ def find_sources(shadow: Shadow, tensor: Tensor) -> Sources | None:
 
 def note_sources(shadow: Shadow, func: Any, args: tuple, kwargs: dict[str, Any], made: Any) -> None:
     """Note on the results of a call what they were computed from."""
-    found: set[str] | None = set()
+    name = getattr(func, "__name__", "")
+    writes = name in _WRITES or (name[-1:] == "_" and name[-2:] != "__")
+    written = _tensors((args[:1] if writes else (), kwargs.get("out")))
+    results = _tensors(made)
+    if not written and not results:  # a shape, a number
+        return
+    found: set[str] = set()
     for tensor in _tensors((args, kwargs)):
         sources = find_sources(shadow, tensor)
         if sources is None:
-            found = None
-            break
+            for changed in written:
+                setattr(changed, _NOTE, None)
+            return
         found |= sources
-    name = getattr(func, "__name__", "")
-    written = [args[0]] if args and (name in _WRITES or (name.endswith("_") and not name.endswith("__"))) else []
-    for tensor in _tensors((written, kwargs.get("out")) if found is None else (made, written, kwargs.get("out"))):
-        if found is None:
-            setattr(tensor, _NOTE, None)
-        elif shadow.origin(tensor) is None:
+    for tensor in (*results, *written):
+        if shadow.origin(tensor) is None:
             setattr(tensor, _NOTE, frozenset(found))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in a nest of lists, tuples and dicts."""
+    found: list[Tensor] = []
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            left += item
+        elif isinstance(item, dict):
+            left += item.values()
+    return found
 
 
 # -- linear maps of such a weight ---------------------------------------------------------------------------------------------

@@ -50,7 +50,12 @@ def candidate_calls(model: nn.Module, batch_size: int = 2, length: int = 9, seed
 
 
 def make_examples(
-    model: nn.Module, batch_size: int = 2, length: int = 9, seed: int = 0, run: Callable[[Call], Any] | None = None
+    model: nn.Module,
+    batch_size: int = 2,
+    length: int = 9,
+    seed: int = 0,
+    run: Callable[[Call], Any] | None = None,
+    is_complete: Callable[[], bool] | None = None,
 ) -> list[Call]:
     """Calls that together run every parameter of `model` that its kinds of input reach: text, pictures, sound, an encoder's.
 
@@ -59,6 +64,7 @@ def make_examples(
         batch_size, length, seed: as for `candidate_calls`.
         run: calls the model (or its copy) and raises where a call does not fit; without it no call is tried and all
             candidates are returned.
+        is_complete: whether the calls that ran have reached every expert; then no longer one is made for them.
 
     Raises:
         PlanError: no call ran.
@@ -70,6 +76,8 @@ def make_examples(
     errors: list[Exception] = []
     scenarios = list_scenarios(model, length)
     for scenario in scenarios:
+        if kept and is_complete is not None and scenario[0][1].get("for") == "experts" and is_complete():
+            continue
         for recipe in scenario:
             call = _try(model, recipe, (batch_size, length, seed), run, errors)
             if call is not None:

@@ -7,6 +7,8 @@ smooth: what a tensor depends on is then all in autograd's graph.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -74,6 +76,8 @@ class Interceptor(TorchFunctionMode):
         if view is not None:
             return view
         args, kwargs = map_nested(self._widen, args), {key: map_nested(self._widen, value) for key, value in kwargs.items()}
+        if func in _CONVOLUTIONS and (made := _depthwise(*args, **kwargs)) is not None:
+            return made
         return self.draws.run(func, args, kwargs)
 
     def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -169,17 +173,27 @@ def _batch_norm(x, running_mean, running_var, weight=None, bias=None, training=F
 
 
 def _depthwise(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-    """A convolution of each channel by itself as arithmetic, which float64 has no fast kernel for; None for any other."""
-    dims = weight.ndim - 2
+    """A convolution of each channel by itself as one product a tap, since float64 has no kernel but channel after channel; None
+    for any other."""
+    dims, kernel = weight.ndim - 2, weight.shape[2:]
     alone = x.ndim == weight.ndim and tuple(weight.shape[:2]) == (groups, 1) and x.shape[1] == groups
-    if groups < 2 or not alone or isinstance(padding, str):
+    if not alone or isinstance(padding, str) or math.prod(kernel) >= groups:
         return None
     steps, pads, gaps = (([v] * dims if isinstance(v, int) else list(v) * (dims // len(v))) for v in (stride, padding, dilation))
-    y = F.pad(x, [p for pad in reversed(pads) for p in (pad, pad)])
-    for axis, (size, step, gap) in enumerate(zip(weight.shape[2:], steps, gaps, strict=True)):
-        y = y.unfold(2 + axis, (size - 1) * gap + 1, step)[..., ::gap]
-    y = (y * weight.reshape(groups, *[1] * dims, *weight.shape[2:])).sum(list(range(-dims, 0)))
-    return y if bias is None else y + bias.reshape(-1, *[1] * dims)
+    x = F.pad(x, [p for pad in reversed(pads) for p in (pad, pad)])
+    spans = [(size - 1) * gap for size, gap in zip(kernel, gaps, strict=True)]
+    sizes = [(size - span - 1) // step + 1 for size, span, step in zip(x.shape[2:], spans, steps, strict=True)]
+    if min(sizes) < 1:
+        return None
+    y = None if bias is None else bias.reshape(-1, *[1] * dims)
+    for tap in itertools.product(*map(range, kernel)):
+        seen = x
+        for axis, (at, gap, step, size) in enumerate(zip(tap, gaps, steps, sizes, strict=True)):
+            seen = seen.narrow(2 + axis, at * gap, (size - 1) * step + 1)
+            seen = seen if step == 1 else seen[(slice(None),) * (2 + axis) + (slice(None, None, step),)]
+        part = seen * weight[(slice(None), 0, *tap)].reshape(-1, *[1] * dims)
+        y = part if y is None else y + part
+    return y
 
 
 _CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d}

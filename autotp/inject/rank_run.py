@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import ProofError
 from ..shard import Shard
 from .compare import compare
-from .record import Call, Site, add_terms
+from .record import Call, Site, SiteKey, add_terms
 from .reference import Reference
 from .shadow import Shadow, copy_model
 from .sites import Operands
@@ -54,6 +54,7 @@ class RankRun:
         self.reference, self.shadow, self.shards, self.rank, self.values = reference, shadow, shards, rank, values
         self.part = parts[rank]
         self.seen: dict[str, int] = defaultdict(int)
+        self.roles: dict[SiteKey, tuple[Any, Any]] = {}
         self.leaves: list[tuple[int, Tensor]] = []
         self.targets: list[tuple[Tensor, Tensor]] = []
         self.inputs = {k: reference.call[k].detach().double().requires_grad_() for k in reference.input_grads}
@@ -108,6 +109,11 @@ class RankRun:
 
     def role(self, site: Site) -> tuple[Any, Any]:
         """`(dim, indices)` of a cut of the site's input columns, and of its output columns, for this rank."""
+        if site.key not in self.roles:
+            self.roles[site.key] = self._read_role(site)
+        return self.roles[site.key]
+
+    def _read_role(self, site: Site) -> tuple[Any, Any]:
         shard = self.shards.get(site.parameter)
         rows = cols = None
         for cut in shard.cuts if shard else ():

@@ -21,6 +21,7 @@ from ..layers.entry import install_entry, remove_entry
 from ..layers.guards import install_guards, mark_model, unmark_model
 from ..layers.siblings import lay_siblings
 from .attributes import restore_attributes
+from .block import fuse_modules
 from .callsites import remove_fixes
 from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_unbuilt
 from .forwards import Forward, remove_forward
@@ -239,6 +240,7 @@ def set_data(parameter: nn.Parameter, data: Tensor) -> None:
 
 def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str, forwards: Mapping[str, Forward]) -> None:
     """Swap the modules' forwards, and put hooks, guards and marks in place; the data is cut already."""
+    fuse_modules(model, plan)
     rewrite_modules(model, plan, group, forwards)
     lay_siblings(model)
     model.__dict__["autotp_plan"], model.__dict__["autotp_group"] = plan, group

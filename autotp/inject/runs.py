@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -14,7 +14,7 @@ from ..errors import AutoTPError, PlanError
 from .discover import MOST_FILLED
 from .examples import make_examples
 from .forwards import Forward, replace_forward
-from .plan import Plan
+from .plan import Plan, fold_name
 from .record import Record, Recorder
 from .reduce import Reduction, find_reduction, reads_emptied, share_unrun
 from .reference import Reference, make_reference
@@ -39,9 +39,7 @@ class Runs:
 
     @property
     def ran(self) -> set[str]:
-        """Names of the modules that some call runs, and of those whose Parameters it uses without them."""
-        sites = {key[0].rpartition(".")[0] for record in self.records for key in record.sites}
-        return sites.union(*(record.module_calls for record in self.records))
+        return names_run(self.records)
 
     def half_run(self) -> set[str]:
         """Parameters held in several places of which no call reaches some: what fits the others need not fit there."""
@@ -179,9 +177,22 @@ class Recording:
             wide = sum(parameter.numel() for parameter in self.model.parameters()) > WIDE
             for seed, (batch, length) in enumerate(WIDE_SHAPES if wide else SHAPES):
                 first = len(calls)
-                make_examples(self.model, batch, length, seed, run)
+                make_examples(self.model, batch, length, seed, run, lambda first=first: runs_like(shadow, records[first:]))
                 drop_repeats(calls, records, first)
         return Runs(shadow, reduction, calls, records, self)
+
+
+def names_run(records: Sequence[Record]) -> set[str]:
+    """Names of the modules that some call runs, and of those whose Parameters it uses without them."""
+    sites = {key[0].rpartition(".")[0] for record in records for key in record.sites}
+    return sites.union(*(record.module_calls for record in records))
+
+
+def runs_like(shadow: Shadow, records: Sequence[Record]) -> bool:
+    """Whether, of modules that differ in their numbers alone, the calls run all or none: no expert is left without a token."""
+    ran = names_run(records)
+    alike = {fold_name(name) for name in ran}
+    return not any(fold_name(owner) in alike for owner in {n.rpartition(".")[0] for n in shadow.parameters} - ran)
 
 
 def drop_repeats(calls: list[dict[str, Any]], records: list[Record], first: int) -> None:

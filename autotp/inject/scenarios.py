@@ -44,7 +44,7 @@ def list_scenarios(model: nn.Module, length: int) -> list[list[Recipe]]:
         if "token_type_ids" in parameters:
             scenarios[0] = [((first, "token_type_ids"), variant) for variant in own] + scenarios[0]
         if first_of(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
-            scenarios.append([((first,), {"length": 4 * length})])  # so that every expert gets a token
+            scenarios.append([((first,), {"length": 4 * length, "for": "experts"})])  # so that each of them gets a token
         for name in primaries[1:]:
             if name in kinds:
                 marker = _media_id(config, name)

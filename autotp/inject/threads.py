@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,17 @@ from ..errors import ProofError
 from ..shard import Shard
 
 CPU = torch.device("cpu")
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """torch computes in the calling threads alone: on tensors as small as a plan's, its own threads wait more than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class ThreadRanks:

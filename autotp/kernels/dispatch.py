@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import KernelUnsupported
-from . import fused_torch, reference
+from . import fused_torch, grouped, reference, reference_experts
 
 VARIABLE = "AUTOTP_BACKEND"
 WIDEST_ROW = 16384  # columns that a Triton norm holds in registers; from about twice as many the backward spills
@@ -36,6 +36,7 @@ class Problem(NamedTuple):
         rows, width: M and the number of columns; 0 rows also stand for "nothing to do".
         weight_dtype: dtype of the weight, None without one.
         bias: whether there is one.
+        aligned: whether addresses and row lengths are multiples of 16 bytes.
     """
 
     op: str
@@ -46,6 +47,7 @@ class Problem(NamedTuple):
     width: int = 0
     weight_dtype: torch.dtype | None = None
     bias: bool = False
+    aligned: bool = True
 
 
 def _never(problem: Problem) -> list[str]:
@@ -92,12 +94,24 @@ def _why_not_triton_norm(problem: Problem) -> list[str]:
     return why_not_triton(problem) + [f"a row of {problem.width} is wider than {WIDEST_ROW}"] * wide
 
 
+def _why_not_triton_route(problem: Problem) -> list[str]:
+    return why_not_triton(problem._replace(dtype=torch.float32))
+
+
 def rather_not_triton(problem: Problem) -> list[str]:
     return ["interprets its kernels on the CPU, for tests"] if problem.device == "cpu" else []
 
 
-def _triton(run: str, why_not: Callable[[Problem], list[str]] = why_not_triton) -> Backend:
-    return Backend("triton", run, why_not, rather_not_triton)
+def _rather_not_triton_norm(problem: Problem) -> list[str]:
+    return rather_not_triton(problem) + ["a row of 1 has nothing but rounding to it"] * (problem.width == 1)
+
+
+def _triton(
+    run: str,
+    why_not: Callable[[Problem], list[str]] = why_not_triton,
+    rather_not: Callable[[Problem], list[str]] = rather_not_triton,
+) -> Backend:
+    return Backend("triton", run, why_not, rather_not)
 
 
 # The one place where backends are ordered; scripts/bench_kernels.py measures them.
@@ -105,12 +119,12 @@ BACKENDS: dict[str, list[Backend]] = {
     "linear": [Backend("reference", reference.linear)],
     "linear_transposed": [Backend("reference", reference.linear_transposed)],
     "norm_forward": [
-        _triton("triton_norm:norm_forward", _why_not_triton_norm),
+        _triton("triton_norm:norm_forward", _why_not_triton_norm, _rather_not_triton_norm),
         Backend("torch", fused_torch.norm_forward, fused_torch.why_not_norm),
         Backend("reference", reference.norm_forward),
     ],
     "norm_backward": [
-        _triton("triton_norm:norm_backward", _why_not_triton_norm),
+        _triton("triton_norm:norm_backward", _why_not_triton_norm, _rather_not_triton_norm),
         Backend("torch", fused_torch.norm_backward, fused_torch.why_not_norm),
         Backend("reference", reference.norm_backward),
     ],
@@ -118,6 +132,21 @@ BACKENDS: dict[str, list[Backend]] = {
     "gated_backward": [_triton("triton_gated:gated_backward"), Backend("reference", reference.gated_backward)],
     "rotary_forward": [_triton("triton_rotary:rotary_forward"), Backend("reference", reference.rotary_forward)],
     "rotary_backward": [_triton("triton_rotary:rotary_backward"), Backend("reference", reference.rotary_backward)],
+    "route_tokens": [
+        _triton("triton_experts:route_tokens", _why_not_triton_route),
+        Backend("reference", reference_experts.route_tokens),
+    ],
+    **{
+        op: [_triton(f"triton_experts:{op}"), Backend("reference", getattr(reference_experts, op))]
+        for op in ("spread_rows", "combine_rows", "gate_rows", "gate_rows_backward")
+    },
+    **{
+        op: [
+            Backend("torch", getattr(grouped, op), grouped.why_not_grouped, grouped.rather_not_grouped),
+            Backend("reference", getattr(reference_experts, op)),
+        ]
+        for op in ("grouped_product", "grouped_outer")
+    },
 }
 
 

@@ -153,9 +153,14 @@ _PLAIN_RESIDUAL = ProductSpec(residual=True)
 
 def _run_one(spec: ProductSpec, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     if spec.sum_output is None:
-        return spec.run(x, weight, _cast(bias, dtype))
-    y = spec.sum_output(spec.run(x, weight))
+        return _own(spec.run(x, weight, _cast(bias, dtype)))
+    y = _own(spec.sum_output(spec.run(x, weight)))
     return y if bias is None else y.add_(bias.to(y.dtype))
+
+
+def _own(y: Tensor) -> Tensor:
+    """`y`, no view of what the product made: autograd allows no changes in place of a view that a Function returns."""
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 
 def _cast(tensor: Any, dtype: torch.dtype | None) -> Any:

@@ -67,7 +67,7 @@ def _activate(x, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr):
         y, slope = x * s, s + x * 0.3989422804014327 * _exp(-0.5 * x * x, PRECISE)
     elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z)) / 2 is sigmoid(2 z), without the cancellation
         s, rest = _sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x), PRECISE)
-        y, slope = x * s, s * (1.0 + x * rest * 1.5957691216057308 * (1.0 + 0.134145 * x * x))
+        y, slope = x * s, s + s * rest * (x * (1.5957691216057308 + 0.21406443847910179 * x * x))
     elif ACTIVATION == "gelu_quick":
         s, rest = _sigmoid(1.702 * x, PRECISE)
         y, slope = x * s, s * (1.0 + 1.702 * x * rest)
