@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..comm import TPGroup
 from ..errors import PlanError
+from ..kernels.product import Merged
 from ..shard import Shard
 from .linear import LinearLayer
-from .product import Merged
 from .siblings import ALIGNMENT_BYTES, Laid, SiblingInput, can_lie, lay_together
 
 NORMS = ("LayerNorm", "RMSNorm")

@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..collectives import copy_to_group, gather_rows_from_group, sum_copies
+from ..kernels.autocast import autocast_dtype, disable_autocast
 from ..kernels.matmul import dgrad, linear
 from ..kernels.norm import norm, norm_backward
+from ..kernels.product import Merged
 from .norm_wgrad import NormProduct, Product, Sink
-from .product import Merged, autocast_dtype, disable_autocast
 
 
 class _NormProduct(torch.autograd.Function):
