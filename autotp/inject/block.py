@@ -70,6 +70,7 @@ def check_fusions(model: nn.Module, plan: Plan) -> None:
             )
 
 
+@keep_random()  # rank 0 has tried out what the others may have to
 def fuse_modules(model: nn.Module, plan: Plan) -> None:
     """Give the modules of `plan.fused` their fused forwards; those that the plan gives another forward keep that."""
     for fusion in plan.fused:

@@ -34,7 +34,9 @@ def check_identity(group):
     before, keys, cls = snapshot(model), list(model.state_dict()), type(model)
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    drawn = torch.get_rng_state()
     autotp.parallelize(model, group)
+    assert torch.equal(drawn, torch.get_rng_state())  # on every rank: those after rank 0 have other things to do
     assert type(model) is cls and list(model.state_dict()) == keys
     assert all(parameters[name] is p for name, p in model.named_parameters())
     assert model.lm_head.weight is model.model.embed_tokens.weight
