@@ -59,6 +59,8 @@ class _NormProduct(torch.autograd.Function):
 
 def find_gradients(ctx, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
     """What `_NormProduct.backward` returns."""
+    if ctx.sink is not None and ctx.sink.pending is None and dy is not None:
+        ctx.sink.check(ctx.wanted)  # a rank that raises later would leave the others waiting
     how, (x, gamma, beta, rstd, mean, *weights) = ctx.how, ctx.saved_tensors
     parts: Sequence[Tensor | None] = [None] * len(weights)
     if dy is not None:

@@ -106,16 +106,21 @@ class Product:
                 found.append(how.complete(multiply_gradient(dy, rows), i))
             elif how.is_complete(i):
                 found.append(add_product(sink.parameters[i], sink.names[i], dy, rows))
-            else:
-                dw = how.complete(multiply_gradient(dy, rows), i)
+            else:  # in main_grad's dtype already while it is summed
+                dtype = find_main_grad(sink.parameters[i], sink.names[i]).dtype
+                dw = how.complete(multiply_gradient(dy, rows, dtype), i)
                 found.append(add_gradient(sink.parameters[i], sink.names[i], dw))
         return found
 
 
-def multiply_gradient(dy: Tensor, rows: Tensor) -> Tensor:
-    """`dy.T @ rows`: `[M, N]`, `[M, K]` -> `[N, K]`."""
-    product = wgrad(dy, rows)
-    assert product is not None
+def multiply_gradient(dy: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`dy.T @ rows`: `[M, N]`, `[M, K]` -> `[N, K]`, in their dtype or the one named."""
+    product = None
+    if dtype is None:
+        product = wgrad(dy, rows)
+    if product is None:
+        product = rows.new_empty(dy.shape[1], rows.shape[1], dtype=dtype)
+        wgrad(dy, rows, product, overwrite=True)
     return product
 
 
@@ -154,9 +159,15 @@ class Sink:
         Raises:
             AutoTPError: a weight has no `main_grad`.
         """
-        if not self.main:
-            return product.weight_gradients(how)
-        for dy, weight, name in zip(product.dy, self.parameters, self.names, strict=True):
-            if dy is not None:
-                find_main_grad(weight, name)  # of all, before anything is added to one
-        return product.weight_gradients(how, self)
+        self.check([dy is not None for dy in product.dy])
+        return product.weight_gradients(how, self if self.main else None)
+
+    def check(self, wanted: Sequence[bool]) -> None:
+        """Look for each `main_grad` that is to take a gradient, before anything is added and before any collective.
+
+        Raises:
+            AutoTPError: a weight has none.
+        """
+        for weight, name, want in zip(self.parameters, self.names, wanted, strict=True):
+            if want and self.main:
+                find_main_grad(weight, name)

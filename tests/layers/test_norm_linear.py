@@ -187,6 +187,19 @@ def test_writing_to_what_is_returned_or_kept():
         y.sum().backward()
 
 
+def test_what_is_returned_may_be_changed_in_place():
+    for options in (dict(), dict(return_bias=True), dict(parameters_split=("q", "k"))):
+        layer = LayerNormLinear(WIDTH, OUT, return_layernorm_output=True, params_dtype=torch.float64, **options)
+        x, whole = rows(3, 4, WIDTH).requires_grad_(), rows(3, 4, WIDTH).requires_grad_()
+        y, *_, h = layer(x)
+        y.mul_(2)
+        h.mul_(3)
+        (y.square().sum() + h.square().sum()).backward()
+        y, *_, h = layer(whole)
+        ((2 * y).square().sum() + (3 * h).square().sum()).backward()
+        torch.testing.assert_close(x.grad, whole.grad)
+
+
 def test_second_derivatives_are_refused():
     layer, x = build(Plain()), rows(4, WIDTH).requires_grad_()
     (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
