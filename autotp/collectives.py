@@ -115,21 +115,28 @@ class _KeepOnFirst(torch.autograd.Function):
 class _SumCopies(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
-        ctx.group, ctx.copied = group, shard.copied
+        ctx.group, ctx.shard = group, shard
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        dim, count, by_rank = ctx.copied
-        places, slots = by_rank[ctx.group.tp_rank]
-        shape = [*grad.shape[:dim], count, *grad.shape[dim + 1 :]]
-        summed = grad.new_zeros(shape, dtype=torch.promote_types(grad.dtype, torch.float32))
-        put_runs(summed, dim, slots, take_runs(grad, dim, places).to(summed.dtype))
-        summed = ctx.group.all_reduce_owned(summed)
-        out = grad.clone(memory_format=torch.contiguous_format)
-        put_runs(out, dim, places, take_runs(summed, dim, slots).to(grad.dtype))
-        return out, None, None
+        return sum_over_holders(grad, ctx.group, ctx.shard), None, None
+
+
+def sum_over_holders(grad: Tensor, group: TPGroup, shard: Shard) -> Tensor:
+    """`grad` of this rank's part, where each element that several ranks (or places) hold gets the sum over them; no autograd."""
+    if shard.copied is None:
+        return grad
+    dim, count, by_rank = shard.copied
+    places, slots = by_rank[group.tp_rank]
+    shape = [*grad.shape[:dim], count, *grad.shape[dim + 1 :]]
+    summed = grad.new_zeros(shape, dtype=torch.promote_types(grad.dtype, torch.float32))
+    put_runs(summed, dim, slots, take_runs(grad, dim, places).to(summed.dtype))
+    summed = group.all_reduce_owned(summed)
+    out = grad.clone(memory_format=torch.contiguous_format)
+    put_runs(out, dim, places, take_runs(summed, dim, slots).to(grad.dtype))
+    return out
 
 
 def copy_to_group(x: Tensor, group: TPGroup, dtype: torch.dtype | None = None) -> Tensor:

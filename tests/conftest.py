@@ -13,6 +13,9 @@ sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 import pytest
 import torch
 
+# Triton reads it when it is imported, which transformers does: without a GPU its kernels run in its interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
 from tests.ranks import RankPool
 
 torch.set_num_threads(1)

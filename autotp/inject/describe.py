@@ -26,6 +26,9 @@ def describe_plan(plan: Plan, rank: int, width: int | None = None) -> str:
         lines += ["", f"loss and logits: {plan.loss}"]
     forward, backward = plan.collectives
     lines += ["", f"collectives of activations between embedding and head: {forward} forward, {backward} backward"]
+    if plan.fused:
+        kinds = Counter(f"{fusion.describe()}: {fold_name(fusion.name)}" for fusion in plan.fused)
+        lines += ["", "fused:", *(f"{what} ({n}x)" if n > 1 else what for what, n in kinds.items())]
     if plan.whole:
         lines += ["", "left whole on every rank:"]
         grouped: dict[tuple[str, str], int] = Counter()

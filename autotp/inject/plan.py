@@ -17,7 +17,7 @@ from ..shard import Run, Shard
 from .callsites import ShapeFix
 from .describe import describe_plan, fold_name
 
-__all__ = ["InputPlan", "ModulePlan", "NormPlan", "Plan", "Region", "WholePlan", "fold_name"]
+__all__ = ["Fusion", "InputPlan", "ModulePlan", "NormPlan", "Plan", "Region", "WholePlan", "fold_name"]
 
 COLUMN_STYLES = ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep")
 ROW_STYLES = ("rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep")
@@ -150,6 +150,31 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Fusion:
+    """What runs as one kernel in a module; it computes the same, by itself and on any part of its columns or heads.
+
+    Attributes:
+        name: full module name.
+        kind: "rms", "rms1p" or "layernorm"; "gated_mlp", "experts", "rotary"; "add_norm": a residual sum, the norm that reads it.
+        eps: of a norm. variant: the gate's activation, how the experts lie, or how rotary pairs columns ("half", "interleaved").
+        parts: names of the gate, up and down linears, `linear[0]` being one half of its columns; the calls of rotary, as written;
+            the norms that read a sum; the experts' weights and arguments.
+    """
+
+    name: str
+    kind: str
+    eps: float = 0.0
+    variant: str = ""
+    parts: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """In short: `rms norm, eps 1e-05`."""
+        if self.eps:
+            return f"{self.kind} norm, eps {self.eps:g}"
+        return f"{self.kind.replace('_', ' ')} ({self.variant or ', '.join(self.parts)})"
+
+
+@dataclass(frozen=True)
 class WholePlan:
     """Parameters left whole on every rank: how many elements, and why."""
 
@@ -170,6 +195,7 @@ class Plan:
         param_bytes: parameter name -> bytes of the full tensor.
         versions: library versions it was made with.
         proof: "proved", or why it could not be.
+        fused: what runs as one kernel; `dataclasses.replace(plan, fused=())` runs everything as the model is written.
     """
 
     tp_size: int
@@ -183,6 +209,7 @@ class Plan:
     param_bytes: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     proof: str = ""
+    fused: tuple[Fusion, ...] = ()
 
     def __getitem__(self, name: str) -> ModulePlan:
         return self.by_name[name]
@@ -260,8 +287,9 @@ class Plan:
                 modules.append(ModulePlan(**{k: _tuples(v) for k, v in entry.items()}, **own))
             regions = tuple(Region(**{k: _tuples(v) for k, v in entry.items()}) for entry in data["regions"])
             whole = tuple(WholePlan(**entry) for entry in data["whole"])
+            fused = tuple(Fusion(**{k: _tuples(v) for k, v in entry.items()}) for entry in data.pop("fused", ()))
             rest = {k: _tuples(v) for k, v in data.items() if k not in ("modules", "regions", "whole")}
-            return cls(modules=tuple(modules), regions=regions, whole=whole, **rest)
+            return cls(modules=tuple(modules), regions=regions, whole=whole, fused=fused, **rest)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"this is not a plan that Plan.to_json wrote: {error!r}") from error
 

@@ -19,7 +19,9 @@ from ..layers.attention import restore_fast_paths
 from ..layers.base import check_usable, find_group, index_parameters, mark_broken, sharded_modules
 from ..layers.entry import install_entry, remove_entry
 from ..layers.guards import install_guards, mark_model, unmark_model
+from ..layers.siblings import lay_siblings
 from .attributes import restore_attributes
+from .block import fuse_modules
 from .callsites import remove_fixes
 from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_unbuilt
 from .forwards import Forward, remove_forward
@@ -238,7 +240,9 @@ def set_data(parameter: nn.Parameter, data: Tensor) -> None:
 
 def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str, forwards: Mapping[str, Forward]) -> None:
     """Swap the modules' forwards, and put hooks, guards and marks in place; the data is cut already."""
+    fuse_modules(model, plan)
     rewrite_modules(model, plan, group, forwards)
+    lay_siblings(model)
     model.__dict__["autotp_plan"], model.__dict__["autotp_group"] = plan, group
     install_entry(model, group, plan.head, plan.loss, logits)
     install_guards(save=save_pretrained)

@@ -18,6 +18,7 @@ from ..errors import PlanError, ProofError
 from . import plan as styles
 from .assemble import assemble_specs, check_plan, check_ties, check_units, finish_plan, list_whole, read_versions
 from .auto import Planner
+from .block import check_fusions, find_fusions
 from .cache import drop_plan, make_key, read_plan, write_plan
 from .draws import keep_random
 from .edges import edge_modules, edge_parameters, plan_edges, read_elsewhere
@@ -74,6 +75,10 @@ def make_plan(
         raise PlanError(f"few_units={few_units!r} is neither 'whole' nor 'refuse'")
     model = build_on_meta(model_or_config) if isinstance(model_or_config, PreTrainedConfig) else model_or_config
     made = _make_plan(model, tp_size, plan, head, inputs, attrs)
+    if isinstance(plan, Plan):
+        check_fusions(model, plan)
+    else:
+        made = replace(made, fused=find_fusions(model))
     if few_units == "refuse":
         check_units(made)
     return made

@@ -129,6 +129,39 @@ def rewrite_methods(cls: type, rewrites: list[Rewrite]) -> dict[str, Any]:
     return {attribute: wrap(reached[id(f)].new.cell_contents) for attribute, f, wrap in methods if id(f) in needed}
 
 
+@dataclass(frozen=True)
+class NamedCall:
+    """A call of a Python function by a global name: who makes it and where, what is called, and its syntax tree."""
+
+    function: str
+    span: tuple[int, int, int, int]
+    text: str
+    callee: FunctionType
+    node: ast.Call
+
+
+def find_functions(cls: type) -> list[Found]:
+    """The forward of `cls` and the functions that it calls by name, whose source is at hand."""
+    forward = next((base.__dict__["forward"] for base in cls.__mro__ if "forward" in base.__dict__), None)
+    packages = {base.__module__.split(".")[0] for base in cls.__mro__} - {"torch", "builtins"}
+    reached = _explore(cls, [forward], packages) if isinstance(forward, FunctionType) else {}
+    return [found for found in reached.values() if found.node is not None]
+
+
+def find_calls(cls: type) -> Iterator[NamedCall]:
+    """The calls of Python functions by a global name in the forward of `cls` and in what it calls."""
+    for found in find_functions(cls):
+        for node in ast.walk(found.node or ast.Pass()):
+            if isinstance(node, ast.Call) and isinstance(callee := found.names.get(id(node.func)), FunctionType):
+                yield NamedCall(*place_of(found.function, node), ast.unparse(node), callee, node)
+
+
+def place_of(function: FunctionType, node: ast.expr) -> tuple[str, tuple[int, int, int, int]]:
+    """How a Rewrite names the function, and the span of the expression in it."""
+    label = f"{function.__globals__.get('__name__')}:{function.__code__.co_qualname}"
+    return label, (node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0)
+
+
 def _methods_of(cls: type) -> list[tuple[str, FunctionType, Callable[[FunctionType], Any]]]:
     """`(name, function, how to make the class attribute of a function)` for each method that is not torch's own."""
     found, seen = [], set()

@@ -61,7 +61,18 @@ EMBEDDINGS = {
 
 # Instance attributes that the rewrite sets: on every rewritten module, and on linears, convolutions and embeddings alone.
 STATE = ("tp", "shards", "full_name", "owned_indices", "autotp_border", "autotp_norm")
-LINEAR_STATE = ("run", "siblings", "ends", "gather_output", "split_input", "reduce_dtype", "columns", "keep_sharded")
+LINEAR_STATE = (
+    "run",
+    "copied",
+    "siblings",
+    "place",
+    "ends",
+    "gather_output",
+    "split_input",
+    "reduce_dtype",
+    "columns",
+    "keep_sharded",
+)
 
 
 def rewrite_modules(model: nn.Module, plan: Plan, group: TPGroup, forwards: Mapping[str, Forward] | None = None) -> None:
@@ -223,6 +234,8 @@ def install_matmul(module: Any, entry: ModulePlan, group: TPGroup, shared: Share
     state = module.__dict__
     if role == COLUMN:
         state["siblings"] = shared[entry.siblings] if entry.siblings else None
+        if entry.siblings and isinstance(module, LinearLayer):
+            shared[entry.siblings].add(module)
     if alone:
         state["gather_output" if role == COLUMN else "split_input"] = True
         set_sizes(module, entry.shards["weight"].shape)  # it takes and returns whole columns

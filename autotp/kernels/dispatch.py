@@ -1,68 +1,227 @@
-"""Which backend runs an operation: an ordered list, each of which says why it can't, and the first that can is taken."""
+"""Which backend runs an operation: an ordered list, each of which says why it can't, and the first that can is taken.
+
+The environment variable AUTOTP_BACKEND overrides the order: one name, for every operation that has a backend of that name, or
+`operation=name,operation=name`. Under torch.compile the operations' plain-torch reference runs, whatever the variable says:
+inductor fuses it itself.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import KernelUnsupported
-from . import reference
+from . import fused_torch, grouped, reference, reference_experts
+
+VARIABLE = "AUTOTP_BACKEND"
+WIDEST_ROW = 16384  # columns that a Triton norm holds in registers; from about twice as many the backward spills
+log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What is to be computed: operation name, device type and dtype of its inputs."""
+class Problem(NamedTuple):
+    """What is to be computed; the key by which the choice is remembered.
+
+    Attributes:
+        op: name of the operation, a key of BACKENDS.
+        device, dtype: of its inputs.
+        kind: of norm, activation or rotation.
+        rows, width: M and the number of columns; 0 rows also stand for "nothing to do".
+        weight_dtype: dtype of the weight, None without one.
+        bias: whether there is one.
+        aligned: whether addresses and row lengths are multiples of 16 bytes.
+    """
 
     op: str
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
-
-
-@dataclass(frozen=True)
-class Backend:
-    """One implementation: `why_not(problem)` lists the reasons against it, empty if it can run the problem."""
-
-    name: str
-    run: Callable[..., Any]
-    why_not: Callable[[Problem], list[str]]
+    kind: str = ""
+    rows: int = 0
+    width: int = 0
+    weight_dtype: torch.dtype | None = None
+    bias: bool = False
+    aligned: bool = True
 
 
 def _never(problem: Problem) -> list[str]:
     return []
 
 
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of an operation.
+
+    Attributes:
+        run: the function, or "module:function" in this folder, imported at its first use.
+        why_not: the reasons why it can't run a problem, empty if it can.
+        rather_not: the reasons why it should not, though it can: heard by `auto`, not where the backend is named.
+    """
+
+    name: str
+    run: Callable[..., Any] | str
+    why_not: Callable[[Problem], list[str]] = _never
+    rather_not: Callable[[Problem], list[str]] = _never
+
+
+@lru_cache
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def why_not_triton(problem: Problem) -> list[str]:
+    """What speaks against any of our Triton kernels, which compute in float32 and hold a row or a part of it in registers."""
+    against = []
+    if not _is_installed("triton"):
+        against.append("triton is not installed")
+    if problem.device != "cuda" and not (problem.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        against.append(f"runs on CUDA, not on {problem.device}")
+    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        against.append(f"computes in float32, not in {problem.dtype}")
+    if problem.rows == 0:
+        against.append("the input is empty")
+    return against
+
+
+def _why_not_triton_norm(problem: Problem) -> list[str]:
+    wide = problem.width > WIDEST_ROW
+    return why_not_triton(problem) + [f"a row of {problem.width} is wider than {WIDEST_ROW}"] * wide
+
+
+def _why_not_triton_route(problem: Problem) -> list[str]:
+    return why_not_triton(problem._replace(dtype=torch.float32))
+
+
+def rather_not_triton(problem: Problem) -> list[str]:
+    return ["interprets its kernels on the CPU, for tests"] if problem.device == "cpu" else []
+
+
+def _rather_not_triton_norm(problem: Problem) -> list[str]:
+    return rather_not_triton(problem) + ["a row of 1 has nothing but rounding to it"] * (problem.width == 1)
+
+
+def _triton(
+    run: str,
+    why_not: Callable[[Problem], list[str]] = why_not_triton,
+    rather_not: Callable[[Problem], list[str]] = rather_not_triton,
+) -> Backend:
+    return Backend("triton", run, why_not, rather_not)
+
+
+# The one place where backends are ordered; scripts/bench_kernels.py measures them.
 BACKENDS: dict[str, list[Backend]] = {
-    "linear": [Backend("reference", reference.linear, _never)],
-    "linear_transposed": [Backend("reference", reference.linear_transposed, _never)],
+    "linear": [Backend("reference", reference.linear)],
+    "linear_transposed": [Backend("reference", reference.linear_transposed)],
+    "norm_forward": [
+        _triton("triton_norm:norm_forward", _why_not_triton_norm, _rather_not_triton_norm),
+        Backend("torch", fused_torch.norm_forward, fused_torch.why_not_norm),
+        Backend("reference", reference.norm_forward),
+    ],
+    "norm_backward": [
+        _triton("triton_norm:norm_backward", _why_not_triton_norm, _rather_not_triton_norm),
+        Backend("torch", fused_torch.norm_backward, fused_torch.why_not_norm),
+        Backend("reference", reference.norm_backward),
+    ],
+    "gated_forward": [_triton("triton_gated:gated_forward"), Backend("reference", reference.gated_forward)],
+    "gated_backward": [_triton("triton_gated:gated_backward"), Backend("reference", reference.gated_backward)],
+    "rotary_forward": [_triton("triton_rotary:rotary_forward"), Backend("reference", reference.rotary_forward)],
+    "rotary_backward": [_triton("triton_rotary:rotary_backward"), Backend("reference", reference.rotary_backward)],
+    "route_tokens": [
+        _triton("triton_experts:route_tokens", _why_not_triton_route),
+        Backend("reference", reference_experts.route_tokens),
+    ],
+    **{
+        op: [_triton(f"triton_experts:{op}"), Backend("reference", getattr(reference_experts, op))]
+        for op in ("spread_rows", "combine_rows", "gate_rows", "gate_rows_backward")
+    },
+    **{
+        op: [
+            Backend("torch", getattr(grouped, op), grouped.why_not_grouped, grouped.rather_not_grouped),
+            Backend("reference", getattr(reference_experts, op)),
+        ]
+        for op in ("grouped_product", "grouped_outer")
+    },
 }
 
 
 def select(problem: Problem, backend: str = "auto") -> Callable[..., Any]:
-    """The function that computes `problem`: the first willing backend, or the one named.
+    """The function that computes `problem`: of the backend named here or in AUTOTP_BACKEND, else the first willing one.
 
     Raises:
         KernelUnsupported: the operation or the named backend is unknown, or it can't run the problem, with its reasons.
     """
+    if backend == "auto":
+        backend = _named_for(problem.op, os.environ.get(VARIABLE, ""))
+    return _choose(problem, backend)
+
+
+@lru_cache(maxsize=64)
+def _named_for(op: str, setting: str) -> str:
+    """What the value of AUTOTP_BACKEND asks for `op`."""
+    known = {choice.name for choices in BACKENDS.values() for choice in choices}
+    asked = "auto"
+    for part in filter(None, (part.strip() for part in setting.split(","))):
+        target, _, name = part.rpartition("=")
+        if name not in {*known, "auto"} or (target and target not in BACKENDS):
+            raise KernelUnsupported(
+                f"{VARIABLE}={setting!r}: {part!r} is neither a backend ({', '.join(sorted(known))}, auto) nor operation=backend "
+                f"with one of the operations {', '.join(BACKENDS)}"
+            )
+        if target == op or (not target and name in {choice.name for choice in BACKENDS.get(op, [])}):
+            asked = name
+    return asked
+
+
+@lru_cache(maxsize=4096)
+def _choose(problem: Problem, backend: str) -> Callable[..., Any]:
     choices = BACKENDS.get(problem.op, [])
     reasons = []
     for choice in choices:
         if backend not in ("auto", choice.name):
             continue
         against = choice.why_not(problem)
+        if backend == "auto":
+            against = against + choice.rather_not(problem)
         if not against:
-            return choice.run
+            if reasons:
+                _say_once(f"{_title(problem)}: {choice.name} runs; " + "; ".join(reasons))
+            return _load(choice.run)
         reasons += [f"{choice.name}: {reason}" for reason in against]
-    names = [choice.name for choice in choices]
-    detail = "; ".join(reasons) or f"backends are {names}"
-    raise KernelUnsupported(f"no backend {backend!r} for {problem.op} on {problem.device} in {problem.dtype}: {detail}")
+    detail = "; ".join(reasons) or f"backends are {[choice.name for choice in choices]}"
+    raise KernelUnsupported(f"no backend {backend!r} for {_title(problem)}: {detail}")
+
+
+def _load(run: Callable[..., Any] | str) -> Callable[..., Any]:
+    if not isinstance(run, str):
+        return run
+    module, _, name = run.partition(":")
+    return getattr(importlib.import_module(f".{module}", __package__), name)
+
+
+@lru_cache(maxsize=256)
+def _say_once(text: str) -> None:
+    log.info(text)
+
+
+def _title(problem: Problem) -> str:
+    return f"{problem.op} {problem.kind} on {problem.device} in {problem.dtype}".replace("  ", " ")
 
 
 def explain(problem: Problem) -> str:
-    """One line for each backend of the operation, in order: whether it can run `problem`, or why not."""
-    lines = [f"{problem.op} on {problem.device} in {problem.dtype}:"]
+    """Which backend runs `problem`, then one line for each, in order: whether it can run it, or why it can't or should not."""
+    asked = _named_for(problem.op, os.environ.get(VARIABLE, ""))
+    wish = f", {VARIABLE} asks for {asked}" if asked != "auto" else ""
+    lines, chosen = [], "none"
     for choice in BACKENDS.get(problem.op, []):
-        lines.append(f"  {choice.name}: {'; '.join(choice.why_not(problem)) or 'can run it'}")
-    return "\n".join(lines)
+        against, slower = choice.why_not(problem), choice.rather_not(problem)
+        willing = not against and (asked == choice.name or (asked == "auto" and not slower))
+        if willing and chosen == "none":
+            chosen = choice.name
+        lines.append(f"  {choice.name}: {'; '.join(against or slower) or 'can run it'}")
+    return "\n".join([f"{_title(problem)}, {problem.rows} x {problem.width}{wish}: {chosen} runs", *lines])

@@ -14,20 +14,27 @@ The Conv1D twins hold their weights transposed, `[K, N/T]` and `[K/T, N]`. Convo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..collectives import copy_columns_to_group, keep_on_first, reduce_owned_from_group, split_to_group, sum_copies
+from ..collectives import (
+    copy_columns_to_group,
+    copy_to_group,
+    keep_on_first,
+    reduce_owned_from_group,
+    split_to_group,
+    sum_copies,
+)
 from ..comm import TPGroup, resolve_group
 from ..errors import PlanError
 from ..kernels.dispatch import Problem, select
 from ..shard import Cut, Shard
 from .base import TensorParallel_Layer, insert_class
 from .embedding import column_shard, gather_columns
+from .product import ProductSpec, multiply, sum_owned, watches_operations
 from .siblings import SiblingInput
 
 
@@ -36,6 +43,7 @@ class ParallelLinear(TensorParallel_Layer):
 
     Attributes:
         run: the dispatched product.
+        copied: parameter name -> Shard, for each of which several ranks hold parts.
         reduce_dtype: dtype in which partial sums are added up; None for their own.
     """
 
@@ -43,7 +51,11 @@ class ParallelLinear(TensorParallel_Layer):
     out_dim, in_dim = 0, 1  # which dimension of the weight is which
     cut_dim = 0
     run: Callable[..., Tensor]
+    copied: dict[str, Shard]
     reduce_dtype: torch.dtype | None = None
+    siblings: SiblingInput | None = None
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(self, module: Any, mp_group: Any = None, skip_partition: bool = False, name: str | None = None) -> None:
         """Shard `module` (an `nn.Linear`, or a Conv1D for the twins) over `mp_group`; the Parameter objects are taken over.
@@ -88,6 +100,45 @@ class ParallelLinear(TensorParallel_Layer):
         """A layer of the full `weight` and `bias`, of which this rank keeps its part."""
         return cls(_plain_linear(cls, weight, bias), mp_group, name=name)
 
+    def multiply(self, x: Tensor, enters: bool = False, leaves: bool = False) -> Tensor:
+        """`x @ w.T + b`; x's gradient is summed over the ranks where it `enters`, the product before its bias if it `leaves`."""
+        weight, bias = self.weight, self.bias
+        wanted = torch.is_grad_enabled() and (
+            x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+        )
+        if not wanted:
+            if not leaves:
+                return self.run(x, weight, bias)
+            y = sum_owned(self.run(x, weight), self.tp, self.reduce_dtype)
+            return y if bias is None else y.add_(bias.to(y.dtype))
+        if not (enters or leaves) or watches_operations():
+            return self._multiply_plain(x, weight, bias, enters, leaves)
+        copied = (self.copied.get("weight"), self.copied.get("bias"))
+        spec = ProductSpec(self.run, self.tp, self.reduce_dtype, enters, leaves, self.out_dim == 1, copied)
+        return multiply(spec, x, (weight,), (bias,))
+
+    def _multiply_plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, enters: bool, leaves: bool) -> Tensor:
+        """The same as operations that torch differentiates, for what compiles them and where no partial sum is added up."""
+        if "weight" in self.copied and weight.requires_grad:
+            weight = sum_copies(weight, self.tp, self.copied["weight"])
+        if bias is not None and "bias" in self.copied and bias.requires_grad:
+            bias = sum_copies(bias, self.tp, self.copied["bias"])
+        if enters:
+            x = copy_to_group(x, self.tp, self.reduce_dtype)
+        if not leaves:
+            return self.run(x, weight, bias)
+        y = reduce_owned_from_group(self.run(x, weight), self.tp, self.reduce_dtype)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        siblings, weight = self.siblings, self._parameters.get("weight")
+        before = None if weight is None or siblings is None else weight.data_ptr()
+        super()._apply(fn, recurse)
+        if siblings is not None and siblings.members > 1:
+            weight = self._parameters.get("weight")
+            siblings.follow(weight is not None and weight.data_ptr() != before)
+        return self
+
     def gather_params(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Give `params` (default: all sharded ones) their full values on every rank; `_tp_partition` splits them again."""
         chosen = None if params is None else {id(p) for p in params}
@@ -111,16 +162,19 @@ class LinearLayer(ParallelLinear, nn.Linear):
 
     Attributes:
         siblings: the SiblingInput shared with the linears that read the same input; None where it was entered elsewhere.
+        place: which of them this is; -1 where it is computed alone.
         gather_output: all-gather the outputs, for computation that is replicated.
     """
 
-    siblings: SiblingInput | None
+    place = -1
     gather_output = False
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.siblings is not None and input.requires_grad and torch.is_grad_enabled():
-            input = self.siblings.enter(input)
-        y = self.run(input, self.weight, self.bias)
+        siblings = self.siblings
+        if siblings is not None and siblings.members > 1:
+            y = siblings.multiply(self, input)
+        else:
+            y = self.multiply(input, enters=siblings is not None and self.tp.tp_size > 1)
         return gather_columns(y, self.shards["weight"], self.out_dim, self.tp) if self.gather_output else y
 
 
@@ -137,14 +191,13 @@ class LinearAllreduce(ParallelLinear, nn.Linear):
     split_input = False
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.tp.tp_size == 1:
-            return self.run(input, self.weight, self.bias)
-        if self.split_input:
-            input = split_columns(input, self.shards["weight"], self.in_dim, self.tp)
         for entered in self.ends:
             entered.clear()
-        y = reduce_owned_from_group(self.run(input, self.weight), self.tp, self.reduce_dtype)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        if self.tp.tp_size == 1:
+            return self.multiply(input)
+        if self.split_input:
+            input = split_columns(input, self.shards["weight"], self.in_dim, self.tp)
+        return self.multiply(input, leaves=True)
 
 
 class LinearPartial(ParallelLinear, nn.Linear):
@@ -163,7 +216,7 @@ class Conv1DLayer(ParallelLinear, Conv1D):
     """`LinearLayer` for transformers' Conv1D: weight `[K, N/T]`."""
 
     op, out_dim, in_dim, cut_dim = "linear_transposed", 1, 0, 1
-    siblings: SiblingInput | None
+    place = -1
     gather_output = False
     forward = LinearLayer.forward  # type: ignore[assignment]
     __repr__ = nn.Module.__repr__  # Conv1D's own knows nothing of shards
@@ -223,26 +276,13 @@ def prepare(module: Any, group: TPGroup, shards: dict[str, Shard], name: str, re
                 f"{name}: the weight of a {type(module).__name__} is cut on dim {module.cut_dim}, the plan cuts {dims}"
             )
         module.run = select(Problem(module.op, group.device.type, module.weight.dtype))
-        copied = {key: shard for key, shard in shards.items() if shard.copied is not None}
-        if copied and module.cut_dim == module.in_dim:
+        module.copied = {key: shard for key, shard in shards.items() if shard.copied is not None}
+        if module.copied and module.cut_dim == module.in_dim:
             raise PlanError(f"{name}: several ranks hold the same inputs of this linear, so their products would be added twice")
-        if copied:
-            module.run = partial(run_with_copies, module.run, group, copied)
         module.reduce_dtype = reduce_dtype
         if hasattr(module, "gather_output"):
             module.siblings = SiblingInput(group, 1, reduce_dtype)
         set_linear_sizes(module, shards["weight"].local_shape(group.tp_rank))
-
-
-def run_with_copies(
-    run: Callable[..., Tensor], group: TPGroup, copied: dict[str, Shard], x: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """`run(x, weight, bias)`, where the gradient of what several ranks hold is summed over its holders."""
-    if "weight" in copied and weight.requires_grad:
-        weight = sum_copies(weight, group, copied["weight"])
-    if bias is not None and "bias" in copied and bias.requires_grad:
-        bias = sum_copies(bias, group, copied["bias"])
-    return run(x, weight, bias)
 
 
 def set_linear_sizes(module: Any, shape: tuple[int, ...]) -> None:

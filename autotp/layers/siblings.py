@@ -1,44 +1,201 @@
-"""Linears that read one input: its gradient is summed over the ranks once for all of them."""
+"""Linears that read one input: one product for all, and their input's gradient is summed over the ranks once.
+
+The weights (and biases) of siblings lie side by side in one allocation, each as a tensor with a storage of its own: savers,
+optimizers and `state_dict` see separate tensors. Whether they still do is looked at in every call:
+
+| the group in a call | products forward | backward |
+|---|---|---|
+| members read one input, weights side by side | one | one dgrad, one wgrad |
+| members read one input, weights moved | one each | dgrads add up in one buffer |
+| another input for some member; `torch.compile`   | one each | autograd adds up before the one all-reduce |
+"""
 
 from __future__ import annotations
 
+import copy
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..collectives import copy_to_group
 from ..comm import TPGroup
+from .product import Merged, ProductSpec, autocast_dtype, multiply, watches_operations
+
+ALIGNMENT_BYTES = 16  # what GEMMs and fused optimizers read at a time: a weight that begins elsewhere would slow them down
 
 
 class SiblingInput:
-    """Gives every sibling the same entered input, so that autograd adds up their gradients before the one all-reduce.
+    """What the linears that read one input share: their allocation, and for the length of a call what the first one computed.
 
-    What the first sibling entered is kept for the others while the input is the same tensor, at the same version, under
-    the same autocast dtype. It is dropped when the last sibling has taken it, or when their region's row linear ends it, so
-    nothing lives into the next step. Nothing is kept under `no_grad`: callers ask only where a gradient is wanted.
+    The first sibling that is called with an input computes the outputs of all; the others take theirs while the input is the
+    same tensor at the same version, in the same grad mode, under the same autocast dtype, and their weight is unchanged. The
+    outputs are dropped when the last was taken, or when the region's row linear ends it, so nothing lives into the next step.
+    A group whose members turn out to read different inputs computes each member alone from the next forward on; what is
+    recomputed in backward does as its forward did.
+
+    Args:
+        group: the ranks; members: how many linears there are; reduce_dtype: in which the input's gradient is summed.
     """
 
     def __init__(self, group: TPGroup, members: int, reduce_dtype: torch.dtype | None = None) -> None:
         self.group, self.members, self.reduce_dtype = group, members, reduce_dtype
+        self._slots: list[Any] = [lambda: None] * members  # weak: a copy of one member is a member of no group
+        self._spec: ProductSpec | None = None
+        self._laid: _Laid | None = None
+        self._strikes, self._alone = {True: 0, False: 0}, {True: False, False: False}  # by whether a gradient is wanted
+        self._seen = {True: False, False: False}  # whether such a forward ran that a backward may recompute
+        self._round: _Round | None = None
         self.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SiblingInput:
-        return SiblingInput(self.group, self.members, self.reduce_dtype)
+        twin = memo[id(self)] = SiblingInput(self.group, self.members, self.reduce_dtype)
+        twin._strikes, twin._alone = dict(self._strikes), dict(self._alone)
+        params = self._read_parameters()
+        if params is not None and self._laid is not None and self._laid.fits(*params):
+            weights, biases = ([copy.deepcopy(each, memo) for each in part] for part in params)
+            twin._laid = _lay(weights, biases)
+        return twin
 
     def clear(self) -> None:
-        """Forget what was entered."""
+        """Forget what was entered or computed for members that did not come."""
+        if self._round is not None:
+            self._drop(self._round, 2)
+            self._round = None
         self._source: Tensor | None = None
         self._entered: Tensor | None = None
         self._state: tuple[Any, ...] = ()
         self._left = 0
 
+    # -- members and their memory -----------------------------------------------------------------------------------------
+
+    def add(self, layer: nn.Module) -> None:
+        """Count a linear layer as the next member; others (convolutions, Conv1Ds) only enter their input here."""
+        place = next(i for i, slot in enumerate(self._slots) if slot() is None)
+        layer.__dict__["place"] = place
+        self._slots[place] = weakref.ref(layer)
+
+    def lay(self) -> None:
+        """Move the members' weights and biases side by side, where they are all there and alike."""
+        params = self._read_parameters()
+        layers = [slot() for slot in self._slots]
+        if params is not None and _can_lie(params[0]) and all(_keeps_alignment(layer) for layer in layers):
+            self._laid = _lay(*params)
+
+    def follow(self, moved: bool) -> None:
+        """After a member's data was converted or moved: let go of the old memory, and lay the new when all have moved."""
+        params = self._read_parameters()
+        if self._laid is not None and (params is None or not self._laid.fits(*params)):
+            self._laid = None
+        if moved and self._laid is None:
+            self.lay()
+
+    def _read_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter | None]] | None:
+        """The members' own weights and biases; None where some are computed from others, sharded further, or not there."""
+        weights, biases = [], []
+        for slot in self._slots:
+            layer = slot()
+            if layer is None:
+                return None
+            weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+            if type(weight) is not nn.Parameter or (bias is not None and type(bias) is not nn.Parameter):
+                self._laid = None
+                return None
+            weights.append(weight)
+            biases.append(bias)
+        return weights, biases
+
+    # -- one call ---------------------------------------------------------------------------------------------------------
+
+    def multiply(self, layer: Any, x: Tensor) -> Tensor:
+        """`layer`'s product with `x`, taken from what its siblings had computed, or computed for them all."""
+        if layer.place < 0 or watches_operations():
+            return self._multiply_alone(layer, x)
+        held = self._round
+        if held is not None and not held.served[layer.place]:
+            y = held.take(layer, x)
+            if y is None and not held.broken:
+                self._drop(held, 2)
+            if all(held.served):
+                self._round = None
+                if not held.broken:
+                    self._strikes[held.wants] = 0
+            return self._multiply_alone(layer, x) if y is None else y
+        y = self._begin(layer, x)
+        return self._multiply_alone(layer, x) if y is None else y
+
+    def _multiply_alone(self, layer: Any, x: Tensor) -> Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            x = self.enter(x)
+        return layer.multiply(x)
+
+    def _begin(self, layer: Any, x: Tensor) -> Tensor | None:
+        """`layer`'s output, and its siblings' kept for them; None where nothing is gained by computing them together."""
+        if self._round is not None:  # begun again by one that had its output: a forward that died half way
+            self._drop(self._round, 1)
+            self._round = None
+        if self._slots[layer.place]() is not layer:  # a copy of the model: its members come one by one
+            self._slots[layer.place], self._spec = weakref.ref(layer), None
+            return None
+        params = self._read_parameters()
+        if params is None or not _is_plain(x):
+            return None
+        weights, biases = params
+        spec = self._spec or self._make_spec()
+        wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights, *biases))
+        recomputes = torch._C._current_graph_task_id() != -1
+        if self._strikes[wants] > 1 and not (recomputes and self._seen[wants]):
+            self._alone[wants] = True
+        self._seen[wants] |= not recomputes
+        if self._alone[wants]:
+            return None
+        merged, dtype = self._merge(weights, biases), autocast_dtype(x)
+        if wants:
+            if merged is None and any(w.device != x.device or w.dtype != weights[0].dtype for w in weights):
+                return None
+            outputs = multiply(spec, x, weights, biases, merged)
+        elif merged is None or dtype is not None:
+            return None
+        else:
+            y = layer.run(x, merged.weight, merged.bias)
+            outputs = torch.unsafe_split_with_sizes(y, [w.shape[0] for w in weights], -1)
+        self._round = held = _Round(x, dtype, wants, weights, outputs)
+        return held.take(layer, x)
+
+    def _drop(self, held: _Round, strikes: int) -> None:
+        """Let go of outputs that nobody took: after two strikes in a row members compute alone."""
+        if not held.broken:
+            self._strikes[held.wants] += strikes
+            held.drop()
+
+    def _merge(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Merged | None:
+        laid = self._laid
+        if laid is None or not laid.fits(weights, biases):
+            self._laid = None
+            return None
+        if laid.bias is not None or not any(b is not None for b in biases):
+            return Merged(laid.weight, laid.bias)
+        with torch.no_grad():
+            parts = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
+            return Merged(laid.weight, torch.cat(parts))
+
+    def _make_spec(self) -> ProductSpec:
+        layers = [slot() for slot in self._slots]
+        if any(getattr(layer.__dict__.get("autotp_border"), "names", ()) for layer in layers):
+            self._alone = {True: True, False: True}  # its forward reads its parameters in another way than they lie there
+        copied = tuple(layer.copied.get(key) for key in ("weight", "bias") for layer in layers)
+        self._spec = ProductSpec(layers[0].run, self.group, self.reduce_dtype, self.group.tp_size > 1, False, False, copied)
+        return self._spec
+
     def enter(self, x: Tensor) -> Tensor:
         """`x` as sharded computation reads it; its gradient is the sum over all ranks and siblings."""
         if self.members == 1:
             return copy_to_group(x, self.group, self.reduce_dtype)
-        kind = x.device.type
-        state = (x._version, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind))
+        # A compiler knows no versions, but itself sees to it that an edit of x is an edit of what was entered.
+        state = (None if torch.compiler.is_compiling() else x._version, autocast_dtype(x))
         if self._source is not x or self._state != state:
             self._source, self._state, self._left = x, state, self.members
             self._entered = copy_to_group(x, self.group, self.reduce_dtype)
@@ -48,3 +205,112 @@ class SiblingInput:
         if self._left == 0:
             self.clear()
         return entered
+
+
+class _Round:
+    """The outputs of all members for one input."""
+
+    __slots__ = ("broken", "dtype", "grad", "outputs", "served", "source", "version", "versions", "wants", "weights")
+
+    def __init__(self, x: Tensor, dtype: torch.dtype | None, wants: bool, weights: list[Any], outputs: Sequence[Tensor]) -> None:
+        self.source: Tensor | None = x
+        self.version, self.grad, self.dtype, self.wants = x._version, torch.is_grad_enabled(), dtype, wants
+        self.weights, self.versions = weights, [w._version for w in weights]
+        self.outputs: list[Tensor | None] = list(outputs)
+        self.served = [False] * len(weights)
+        self.broken = False
+
+    def take(self, layer: Any, x: Tensor) -> Tensor | None:
+        """The member's output, once; None if the input is another, or if it, the weight, grad mode or autocast changed since."""
+        place = layer.place
+        self.served[place] = True
+        if self.source is not x or self.grad is not torch.is_grad_enabled():
+            return None
+        weight = layer._parameters.get("weight")
+        if weight is not self.weights[place] or weight._version != self.versions[place]:
+            return None
+        if x._version != self.version or autocast_dtype(x) is not self.dtype:
+            return None
+        y, self.outputs[place] = self.outputs[place], None
+        return y
+
+    def drop(self) -> None:
+        """Keep nothing but who came."""
+        self.source, self.broken, self.outputs = None, True, []
+
+
+def lay_siblings(model: nn.Module) -> None:
+    """Move the weights of each group of siblings below `model` side by side; their Parameters stay the objects they are."""
+    groups = {id(g): g for g in (m.__dict__.get("siblings") for m in model.modules()) if isinstance(g, SiblingInput)}
+    for group in groups.values():
+        group.lay()
+    if groups and torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the old memory lies in pieces that the next allocation, a larger one, can't use
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether `x` is memory whose changes are counted: no subclass, no inference tensor, nothing of torch.func."""
+    if type(x) is not Tensor and type(x) is not nn.Parameter:
+        return False
+    return not x.is_inference() and torch._C._functorch.maybe_current_level() is None
+
+
+# -- side by side -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """An allocation that holds all members' weights, and where each began."""
+
+    weight: Tensor
+    bias: Tensor | None
+    weights_at: list[tuple[int, int]]  # address and number of elements
+    biases_at: list[tuple[int, int]]
+
+    def fits(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
+        """Whether the weights (and the biases, if they were laid) still lie where they were put."""
+        dtype = self.weight.dtype
+        for weight, place in zip(weights, self.weights_at, strict=True):
+            if (weight.data_ptr(), weight.numel()) != place or weight.dtype is not dtype:
+                return False
+        for bias, place in zip(biases, self.biases_at, strict=False):
+            if bias is None or (bias.data_ptr(), bias.numel()) != place or bias.dtype is not dtype:
+                return False
+        return True
+
+
+def _can_lie(tensors: Sequence[Any]) -> bool:
+    """Whether the tensors are separate, alike but for their number of rows, and memory that is ours to move."""
+    first = tensors[0]
+    return all(
+        t is not None
+        and not (t.is_meta or t.is_inference() or (t.device.type == "cpu" and t.is_shared()))
+        and (t.is_contiguous(), t.shape[1:], t.dtype, t.device) == (True, first.shape[1:], first.dtype, first.device)
+        for t in tensors
+    ) and len({id(t) for t in tensors}) == len(tensors)
+
+
+def _keeps_alignment(layer: Any) -> bool:
+    """Whether the next weight would begin where reads are fast, on every rank alike: ranks must lay the same groups."""
+    weight, shard = layer._parameters["weight"], layer.shards.get("weight")
+    shapes = [tuple(weight.shape)] if shard is None else [shard.local_shape(rank) for rank in range(shard.tp_size)]
+    return all(rows * columns * weight.element_size() % ALIGNMENT_BYTES == 0 for rows, columns in shapes)
+
+
+@torch.no_grad()
+def _lay(weights: Sequence[Any], biases: Sequence[Any]) -> _Laid:
+    """Give each Parameter data that is its part of one allocation, with a storage of its own, and the same values."""
+    weight, weights_at = _lay_tensors(weights)
+    bias, biases_at = None, []
+    if all(b is not None for b in biases) and _can_lie(biases) and biases[0].dtype == weight.dtype:
+        bias, biases_at = _lay_tensors(biases)
+    return _Laid(weight, bias, weights_at, biases_at)
+
+
+def _lay_tensors(tensors: Sequence[Any]) -> tuple[Tensor, list[tuple[int, int]]]:
+    whole = torch.cat([t.detach() for t in tensors])
+    stop = 0
+    for tensor in tensors:
+        start, stop = stop, stop + tensor.shape[0]
+        tensor.data = torch.from_dlpack(whole[start:stop])  # shares the memory under a storage that begins and ends with it
+    return whole, [(t.data_ptr(), t.numel()) for t in tensors]

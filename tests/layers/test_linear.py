@@ -280,7 +280,7 @@ def check_siblings(group):
     model.model.layers[0].mlp.register_forward_pre_hook(watch)
     model(**batch(model)).loss.backward()
     mlp = model.model.layers[0].mlp
-    assert mlp.gate_proj.siblings is mlp.up_proj.siblings and mlp.gate_proj.siblings._source is None
+    assert mlp.gate_proj.siblings is mlp.up_proj.siblings and mlp.gate_proj.siblings._round is None
     model.zero_grad()
     gc.collect()
     assert watch.seen[0]() is None
@@ -308,3 +308,15 @@ def check_siblings(group):
 
 def test_siblings_share_one_input_and_keep_nothing(ranks):
     ranks.run(check_siblings)
+
+
+@pytest.mark.parametrize("cls", [LinearLayer, LinearAllreduce, Conv1DLayer, Conv1DAllreduce])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_outputs_can_be_changed_in_place(cls, transposed):
+    """As longformer does with its queries; some products of torch return a view, which autograd guards in a Function."""
+    layer = cls(build(cls, bias=True), TPGroup(None, torch.device("cpu")))
+    x = torch.randn(3, 5, 14)
+    y = layer(x.transpose(0, 1).requires_grad_() if transposed else x.requires_grad_())
+    y /= 2.0
+    y.sum().backward()
+    torch.testing.assert_close(layer.bias.grad, torch.full((10,), 7.5))

@@ -1,0 +1,62 @@
+"""What our Triton kernels' callers share: how a tensor's rows are addressed, and the device that a kernel is started on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def on_own_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, with the device of its first argument current: Triton starts kernels on the current one."""
+
+    @wraps(run)
+    def guarded(x: Tensor, *args, **kwargs):
+        if not x.is_cuda or x.device.index == torch.cuda.current_device():
+            return run(x, *args, **kwargs)
+        with torch.cuda.device(x.device):
+            return run(x, *args, **kwargs)
+
+    return guarded
+
+
+@lru_cache
+def count_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a small number for the interpreter, so that programs get several rows there too."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def ceil_power(n: int) -> int:
+    """The least power of two that is at least n; 1 for 0."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def address_rows(x: Tensor, inner_allowed: bool = False) -> tuple[Tensor, int, int, int]:
+    """How a kernel reaches row m of `x` `[..., N]`: at `m // inner * outer_step + m % inner * inner_step`, columns side by side.
+
+    Args:
+        inner_allowed: False: the caller's kernel knows one step only, inner must be 1.
+
+    Returns:
+        x, copied where its rows can't be addressed so; inner; outer_step and inner_step in elements.
+    """
+    if x.is_contiguous():
+        return x, 1, x.shape[-1], 0
+    groups: list[tuple[int, int]] = []
+    *sizes, width = x.shape
+    *steps, last = x.stride()
+    for size, step in zip(sizes, steps, strict=True):
+        if size == 1:
+            continue
+        if groups and groups[-1][1] == size * step:
+            groups[-1] = (groups[-1][0] * size, step)
+        else:
+            groups.append((size, step))
+    if (last != 1 and width != 1) or len(groups) > 1 + inner_allowed:
+        return x.contiguous(), 1, width, 0
+    if len(groups) < 2:
+        return x, 1, groups[0][1] if groups else width, 0
+    return x, groups[1][0], groups[0][1], groups[1][1]
