@@ -3,7 +3,8 @@
 PYTHONPATH=. python scripts/train_check.py MODEL --out FILE.json
 PYTHONPATH=. python scripts/train_check.py MODEL --out FILE.json --dtype float32 --batch-size 2 --seq-length 64   # on the CPU
 
-MODEL is a directory with weights and tokenizer. It trains on Python's own documentation. Exits with 1 if a check fails.
+MODEL is a directory with weights and tokenizer, or a GGUF file. It is trained on Python's documentation. Exits with 1 if a check
+fails.
 
 | check | compared |
 |---|---|
@@ -34,8 +35,10 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers.utils.logging import disable_progress_bar
 
 import autotp
+from autotp.checkpoint.gguf import convert_gguf, find_gguf
 
 BARS = {"float32": 1e-3, "bfloat16": 3e-2}  # of a loss, for sums in another order over some hundred steps
 Events = list[dict[str, Any]]
@@ -52,7 +55,10 @@ def main() -> int:
     parser.add_argument("--seq-length", type=int, default=512)
     parser.add_argument("--lr", default="2e-5")
     args = parser.parse_args()
+    disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="autotp-check-") as place:
+        gguf = find_gguf(args.model)
+        args.model = str(convert_gguf(gguf, Path(place) / "model")) if gguf else args.model
         found, rows = check(args, Path(place))
     report = describe(args) | {"checks": rows, "runs": found}
     Path(args.out).write_text(json.dumps(report, indent=1))
@@ -137,8 +143,12 @@ def make_model_with_dropout(model: str, out: Path) -> None:
     """A GPT-2 of four small layers, dropout after embeddings, attention and MLP, with the tokenizer of `model`."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     torch.manual_seed(0)
-    rates = dict(embd_pdrop=0.2, attn_pdrop=0.2, resid_pdrop=0.2)
-    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=128, n_layer=4, n_head=4, **rates)).save_pretrained(out)
+    eos = tokenizer.eos_token_id
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_embd=128, n_layer=4, n_head=4, embd_pdrop=0.2, attn_pdrop=0.2, resid_pdrop=0.2,
+        bos_token_id=eos, eos_token_id=eos,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 
@@ -172,7 +182,7 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__,
                      "autotp": autotp.__version__},
         "commit": commit or "unknown",
-        "options": vars(args),
+        "options": {**vars(args), "model": Path(args.model).name},
     }  # fmt: skip
 
 
