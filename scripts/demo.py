@@ -12,7 +12,7 @@ import pydoc_data.topics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,14 @@ from transformers.utils.logging import disable_progress_bar
 import autotp
 from autotp.checkpoint.gguf import convert_gguf
 from autotp.errors import AutoTPError
-from autotp.train.data import cut_blocks, iterate_batches
 from autotp.train.launch import launch_ranks
-from autotp.train.loop import TrainOptions, train_model
+from autotp.train.loop import Stepper
+from autotp.train.optimizer import MasterOptimizer
+from autotp.train.places import Places
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 RANKS, BATCH_SIZE, SEQ_LENGTH, NEW_TOKENS = 2, 2, 64, 64
-OPTIONS = TrainOptions(steps=20, lr=1e-5)
+STEPS, LR = 20, 1e-5
 LOSS_BAR, LOGITS_BAR = 1e-3, 1e-4
 PROMPT = "Explain in one sentence what a dictionary is in Python."
 
@@ -41,9 +42,9 @@ def main() -> int:
     torch.set_num_threads(os.cpu_count() or 1)  # the unsharded model has the machine to itself
     source = convert_weights(CACHE / "smollm2-135m-instruct")
     print(autotp.make_plan(AutoConfig.from_pretrained(source), RANKS), flush=True)
-    print(f"\ntraining the unsharded model, {OPTIONS.steps} steps of {BATCH_SIZE} x {SEQ_LENGTH} tokens ...", flush=True)
+    print(f"\ntraining the unsharded model, {STEPS} steps of {BATCH_SIZE} x {SEQ_LENGTH} tokens ...", flush=True)
     whole = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    expected = train_model(whole, make_batches(source), OPTIONS)
+    expected = train(whole, Places.alone(torch.device("cpu")), make_batches(source))
     del whole
 
     with tempfile.TemporaryDirectory(prefix="autotp-demo-") as out:
@@ -77,8 +78,28 @@ def convert_weights(directory: Path) -> Path:
 def make_batches(source: str | Path) -> Iterator[Tensor]:
     """The same batches for every caller: English text from Python's documentation."""
     text = "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)[:16])
-    blocks = cut_blocks(text, AutoTokenizer.from_pretrained(source), SEQ_LENGTH)
-    return iterate_batches(blocks, BATCH_SIZE, seed=0)
+    ids = AutoTokenizer.from_pretrained(source)(text, add_special_tokens=False, verbose=False)["input_ids"]
+    blocks = torch.tensor(ids[: len(ids) // SEQ_LENGTH * SEQ_LENGTH]).view(-1, SEQ_LENGTH)
+    order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(0))
+    return iter(blocks[order].split(BATCH_SIZE))
+
+
+def train(
+    model: Any,
+    places: Places,
+    batches: Iterator[Tensor],
+    steps: int = STEPS,
+    lr: float = LR,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> list[float]:
+    """Each step's loss on the next batch, before the step."""
+    stepper = Stepper(model.train(), MasterOptimizer(model, lr), places, max_norm=1.0)
+    losses = []
+    for step in range(1, steps + 1):
+        ids = next(batches)
+        losses.append(stepper.take([{"input_ids": ids, "labels": ids}], step).loss)
+        on_step(step, losses[-1])
+    return losses
 
 
 def train_and_generate(source: str, out: str, expected: list[float]) -> tuple[list[float], list[int]]:
@@ -91,7 +112,7 @@ def train_and_generate(source: str, out: str, expected: list[float]) -> tuple[li
         if is_main:
             print(f"{step:4d}  {expected[step - 1]:10.6f}  {loss:10.6f}  {abs(loss - expected[step - 1]):10.1e}", flush=True)
 
-    losses = train_model(model, make_batches(source), OPTIONS, show)
+    losses = train(model, Places.find(RANKS, 1), make_batches(source), on_step=show)
     autotp.save_pretrained(model, out)
     tokens, _ = generate(model, AutoTokenizer.from_pretrained(source))
     return losses, tokens

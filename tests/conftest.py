@@ -21,6 +21,13 @@ from tests.ranks import RankPool
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler(request):
+    """torch.compile gives a function up that was compiled for too many kinds of arguments, in other tests too."""
+    if "compile" in request.node.name:
+        torch.compiler.reset()
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Pool of gloo ranks: `ranks.run(fn, *args, size=2)`."""

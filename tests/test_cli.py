@@ -8,7 +8,6 @@ import sys
 import time
 
 import pytest
-import torch
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -21,12 +20,10 @@ from transformers import (
 import autotp.cli.verify
 from autotp.cli import main
 from autotp.cli.screen import show_progress
-from autotp.errors import AutoTPError
 from autotp.inject.describe import _table, _wrap_cell
 from autotp.inject.plan import Plan
-from autotp.train.data import cut_blocks, iterate_batches, read_blocks
 from autotp.train.verify import VerifyReport
-from tests.command import llama_config, make_tokenizer, run_cli, save_checkpoint
+from tests.command import llama_config, run_cli, save_checkpoint
 
 
 def vit_config():
@@ -236,7 +233,7 @@ def test_verify_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys):
     assert "without torchrun" in run_cli("verify", checkpoint, "--tp", 2, code=2, capsys=capsys).err
 
 
-# -- the script, and parts of the loop that it shows ----------------------------------------------------------------------
+# -- the script ----------------------------------------------------------------------
 
 
 def test_script_trains_under_torchrun(checkpoint, tmp_path):
@@ -247,19 +244,3 @@ def test_script_trains_under_torchrun(checkpoint, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("loss") == 4 and "one whole weight: [32, 32]" in done.stdout
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_attention_heads == 4
-
-
-def test_batches_cover_every_block_once_a_pass_and_repeat_from_the_seed():
-    blocks = torch.arange(6).view(6, 1)
-    first, second = (iterate_batches(blocks, 4, seed) for seed in (3, 3))
-    drawn = [next(first) for _ in range(6)]
-    assert sorted(torch.cat(drawn[:3]).flatten().tolist()) == sorted([*range(6), *range(6)])
-    assert all(torch.equal(a, next(second)) for a in drawn)
-
-
-def test_blocks_need_text(tmp_path):
-    with pytest.raises(AutoTPError, match="fewer than one block of 64"):
-        cut_blocks("short", make_tokenizer(), 64)
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(AutoTPError, match="can't read the training text"):
-        read_blocks(tmp_path / "bytes", make_tokenizer(), 4)

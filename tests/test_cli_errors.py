@@ -14,7 +14,7 @@ import torch
 import autotp.cli.train
 from autotp.cli.checks import check_ranks
 from autotp.cli.main import main
-from autotp.cli.ranks import explain_memory
+from autotp.cli.ranks import explain_memory, is_memory_error
 from autotp.cli.train import train_rank
 from autotp.errors import AutoTPError
 from autotp.train.launch import send_message
@@ -189,11 +189,19 @@ def test_ways_out_of_memory_that_are_taken_are_not_named():
     assert "torch gives no numbers" in explain_memory(MemoryError(), options)
 
 
+def test_memory_that_torch_does_not_get_on_the_cpu():
+    with pytest.raises(RuntimeError) as info:
+        torch.empty(1 << 50)
+    assert is_memory_error(info.value) and not is_memory_error(RuntimeError("shapes differ"))
+    said = explain_memory(info.value, TrainOptions("m", ("d",), "o", 2))
+    assert "you tried to allocate 4503599627370496 bytes" in said and "--batch-size 2 --grad-accum 2" in said
+
+
 def test_a_rank_is_killed(checkpoint, tmp_path, message, monkeypatch):
     monkeypatch.setattr(autotp.cli.train, "train_rank", rank_that_is_killed)
     said = message(*train_args(checkpoint, tmp_path), log=tmp_path / "autotp.log")
     assert re.search(r"rank 1 failed: process \d+ was killed by SIGKILL. The other 1 rank\(s\) were ended.", said)
-    assert f"--resume {tmp_path / 'checkpoint-5'}" in said
+    assert f"--resume {tmp_path / 'checkpoint-5'}" in said and ". The newest checkpoint is" in said and ".." not in said
     assert "--- rank 0" in (tmp_path / "autotp.log").read_text()  # what the other one saw
 
 

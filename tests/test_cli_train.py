@@ -4,7 +4,9 @@ import argparse
 import dataclasses
 import io
 import json
+import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +19,19 @@ from autotp.cli.screen import TrainBar, paint, paint_plan
 from autotp.cli.train import read_options, resume_command
 from autotp.errors import AutoTPError
 from autotp.train.options import TrainOptions
+from autotp.train.resume import read_about
 from autotp.train.run import train
 from tests.command import finish, run_cli, save_checkpoint, start, train_args
 
 NAMES = [field.name for field in dataclasses.fields(TrainOptions)]
+LAUNCHERS = {
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    # On a machine without GPUs `--multi_gpu` is the way in which accelerate starts several processes without MPI.
+    "accelerate": [
+        *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+    ],
+}
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +126,7 @@ def test_ranks_started_here_train_like_one(checkpoint, tmp_path, capsys):
 
 
 def test_accelerate_launch(checkpoint, tmp_path):
-    # On a machine without GPUs this is the way in which accelerate starts several processes without MPI.
-    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
-    launcher += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    code, out, err = finish(start(launcher, *train_args(checkpoint, tmp_path)))
+    code, out, err = finish(start(LAUNCHERS["accelerate"], *train_args(checkpoint, tmp_path)))
     assert code == 0, err
     assert out.count("saved to") == 1 and err.count("2 ranks, float32") == 1
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_attention_heads == 4
@@ -138,9 +146,32 @@ def test_interrupt_saves_and_the_printed_command_goes_on(checkpoint, tmp_path, c
     assert json.loads(done.out)["steps"] == 200 and f"step {step + 1}/200" in done.err
 
 
-def test_resume_command_replaces_an_older_one():
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_interrupt_under_a_launcher_saves(checkpoint, tmp_path, name):
+    """Ctrl-C reaches the launcher, which hands it on to the ranks."""
+    process = start(LAUNCHERS[name], *train_args(checkpoint, tmp_path, "--steps", 4000))
+    while "step 1/" not in process.stderr.readline():
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    code, _, err = finish(process)
+    said = [line for line in err.splitlines() if line.startswith("autotp: ")]
+    assert code and len(said) == 1 and "and saved. Go on with:" in said[0], err
+    command = err.split("Go on with:\n")[1].splitlines()[0].split()
+    assert command[:2] == {"torchrun": ["torchrun", "--standalone"], "accelerate": ["accelerate", "launch"]}[name]
+    assert read_about(Path(command[-1]))["step"] == int(command[-1].rpartition("-")[2])
+
+
+def test_resume_command_replaces_an_older_one(monkeypatch):
     args = argparse.Namespace(argv=["train", "my model", "--resume", "a", "--tp", "2", "--resume=b"])
-    assert resume_command(args, "out/checkpoint-7") == "autotp train 'my model' --tp 2 --resume out/checkpoint-7"
+    end = "train 'my model' --tp 2 --resume out/checkpoint-7"
+    assert resume_command(args, "out/checkpoint-7") == f"autotp {end}"
+    for key, value in dict(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2").items():
+        monkeypatch.setenv(key, value)
+    start = "torchrun --standalone --nproc-per-node 2"
+    assert resume_command(args, "out/checkpoint-7") == f"{start} -m autotp.cli {end}"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    start = "accelerate launch --multi_gpu --num_processes 2 --mixed_precision bf16"
+    assert resume_command(args, "out/checkpoint-7") == f"{start} -m autotp.cli {end}"
 
 
 # -- what is drawn --------------------------------------------------------------------------------------------------------

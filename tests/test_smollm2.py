@@ -8,11 +8,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import autotp
-from autotp.train.loop import TrainOptions, train_model
-from scripts.demo import CACHE, convert_weights, make_batches
+from autotp.train.places import Places
+from scripts.demo import CACHE, convert_weights, make_batches, train
 from tests.models import compare_slices
 
-OPTIONS = TrainOptions(steps=5, lr=4e-5)  # as far as 20 steps of the demo's 1e-5
+OPTIONS = dict(steps=5, lr=4e-5)  # as far as 20 steps of the demo's 1e-5
 PROMPT = torch.tensor([[504, 3575, 282, 4649, 314, 260, 1789, 282, 28]])
 
 
@@ -50,7 +50,8 @@ def check_real_model(group, weights, expected_tokens, expected_logits, gradients
         assert (seen[position] - expected_logits["greedy"][position]).abs().max() < 1e-3, position
     heads = [layer.self_attn.k_proj.out_features // 64 for layer in model.model.layers]
     assert len(set(heads)) == 1
-    losses = train_model(model, make_batches(weights), options) if options else []
+    size = torch.distributed.get_world_size(group)
+    losses = train(model, Places.find(size, 1, group), make_batches(weights), **options) if options else []
     return heads[0], losses
 
 
@@ -63,7 +64,7 @@ def test_equals_the_unsharded_model(ranks, weights, tmp_path):
     model.zero_grad()
     logits = {"prompt": out.logits.detach()}
     tokens, logits["greedy"] = greedy(model, 64)
-    expected = train_model(model, make_batches(weights), OPTIONS)
+    expected = train(model, Places.alone(torch.device("cpu")), make_batches(weights), **OPTIONS)
     del model
     results = ranks.run(check_real_model, weights, tokens, logits, gradients, OPTIONS, size=3, timeout_s=600)
     assert [heads for heads, _ in results] == [1, 1, 1]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,8 +47,8 @@ def convert_gguf(file: Path, directory: Path) -> Path:
         return directory
     print(f"converting {file.name} once, into {directory}", file=sys.stderr, flush=True)
     model, tokenizer = _read(file)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=directory.parent))
+    partial = directory.with_name(f".{directory.name}.{os.getpid()}")
+    partial.mkdir(parents=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(directory)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import AutoTPError
-from .checks import load_config
+from ..train.setup import load_config, read_plan
 from .screen import paint_plan, show_progress, width_of
 
 if TYPE_CHECKING:
@@ -35,15 +33,9 @@ def make_plan_of(args: argparse.Namespace) -> Plan:
     Raises:
         AutoTPError: no config, no such file or no plan in it, or it does not compute what the model does.
     """
-    from ..inject.plan import Plan
     from ..inject.rules import make_plan
 
-    given = "auto"
-    if args.plan is not None:
-        try:
-            given = Plan.from_json(Path(args.plan).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, AutoTPError) as error:
-            raise AutoTPError(f"--plan {args.plan}: {error}") from error
+    given = "auto" if args.plan is None else read_plan(args.plan)
     config = load_config(args.model)
     with show_progress(f"planning {args.model} over {args.tp} ranks"):
         return make_plan(config, args.tp, plan=given, few_units=args.few_units)

@@ -22,8 +22,8 @@ from ..errors import AutoTPError
 from ..train.launch import send_message, under_torchrun
 from ..train.options import TrainOptions
 from ..train.run import TrainInterrupted, TrainResult, check_data, train
-from ..train.setup import load_tokenizer
-from .checks import check_file, check_out, check_ranks, load_config
+from ..train.setup import check_model, load_tokenizer, read_plan
+from .checks import check_ranks
 from .config import read_config
 from .ranks import Failure, SpokenFor, explain_memory, is_memory_error, is_other_rank, run_ranks, write_trace
 from .screen import TrainBar, show_progress
@@ -63,14 +63,13 @@ def prepare(options: TrainOptions) -> TrainOptions:
     Raises:
         AutoTPError: what is missing, with the name most like it.
     """
-    check_out(options.out)
     check_data(options)
     if options.plan is not None:
-        check_file("--plan", options.plan)
+        read_plan(options.plan)
     gguf = find_gguf(options.model)
     if gguf is not None:
         options = dataclasses.replace(options, model=str(convert_beside(gguf, options.out)))
-    load_config(options.model)
+    check_model(options.model)
     load_tokenizer(options.model)
     return options
 
@@ -96,7 +95,7 @@ def start_ranks(args: argparse.Namespace, options: TrainOptions) -> int:
         return 130
     except Failure as error:
         bar.close()
-        raise Failure(f"{error}{say_newest(args, options)}", error.log) from error
+        raise Failure(f"{str(error).rstrip('.')}{say_newest(args, options)}", error.log) from error
     bar.close()
     return say_end(args, outcome)
 
@@ -156,7 +155,7 @@ def say_start(args: argparse.Namespace, options: TrainOptions) -> None:
     tokens = options.dp * options.grad_accum * options.batch_size * options.seq_length
     print(
         f"{args.model if 'model' in args else options.model}: {options.tp} ranks{copies}, {options.dtype}, "
-        f"{tokens:,} tokens in a step",
+        f"{'' if options.packing else 'at most '}{tokens:,} tokens in a step",
         file=sys.stderr,
         flush=True,
     )
@@ -171,7 +170,9 @@ def say_end(args: argparse.Namespace, outcome: dict[str, Any]) -> int:
     if args.json:
         print(json.dumps({**outcome, "interrupted": checkpoint is not None}))
     elif checkpoint is None:
-        losses = f"loss {outcome['first_loss']:.4f} -> {outcome['last_loss']:.4f}; " if "first_loss" in outcome else ""
+        losses = f"all {outcome['steps']} steps were done before; "
+        if "first_loss" in outcome:
+            losses = f"loss {outcome['first_loss']:.4f} -> {outcome['last_loss']:.4f}; "
         measured = f"evaluation loss {outcome['eval_loss']:.4f}; " if outcome["eval_loss"] is not None else ""
         print(f"{losses}{measured}saved to {outcome['out']}", flush=True)
     return 0 if checkpoint is None else 130
@@ -193,10 +194,21 @@ def resume_command(args: argparse.Namespace, checkpoint: str) -> str:
         if not skip and word != "--resume" and not word.startswith("--resume="):
             words.append(word)
         skip = word == "--resume"
-    start = ["autotp"]
-    if under_torchrun():
-        start = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]), "-m", "autotp.cli"]
-    return shlex.join([*start, *words, "--resume", checkpoint])
+    return shlex.join([*_start_command(), *words, "--resume", checkpoint])
+
+
+def _start_command() -> list[str]:
+    """What stands before the options on a command line that starts as many ranks as this process's launcher did."""
+    launcher, started = find_launcher()
+    if started is None:
+        return ["autotp"]
+    if launcher == "accelerate launch":
+        precision = os.environ["ACCELERATE_MIXED_PRECISION"]
+        several = ["--multi_gpu"] if started > 1 else []
+        sizes = ["--num_processes", str(started), "--mixed_precision", precision]
+        return ["accelerate", "launch", *several, *sizes, "-m", "autotp.cli"]
+    here = os.environ.get("LOCAL_WORLD_SIZE", str(started))
+    return ["torchrun", "--standalone", "--nproc-per-node", here, "-m", "autotp.cli"]
 
 
 # -- under a launcher -----------------------------------------------------------------------------------------------------

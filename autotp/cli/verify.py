@@ -12,7 +12,7 @@ import torch
 
 from ..errors import AutoTPError
 from ..train.launch import under_torchrun
-from .checks import load_config
+from ..train.setup import load_config
 from .plan import make_plan_of
 from .ranks import run_ranks
 from .screen import paint

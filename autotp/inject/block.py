@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import permutations, product
 from typing import Any
 
@@ -28,7 +29,7 @@ from .forwards import replace_forward
 from .plan import Fusion, Plan
 from .residual import find_residual, rewrite_residual
 from .rotary import find_rotary, rewrite_rotary
-from .trial import Answer, agree, make_twin
+from .trial import Answer, agree, make_twin, number_kinds
 
 SCALES = (1.0, 3e-3, 1e3)  # of the inputs: the small one tells values of eps apart, the large one reaches what is clamped
 EPSILONS = (1e-5, 1e-6)
@@ -39,14 +40,15 @@ MOST_COLUMNS = 1 << 16  # of a linear that a stand-in answers for
 @keep_random()
 def find_fusions(model: nn.Module) -> tuple[Fusion, ...]:
     """What can run fused in `model`; reads no weight, so meta will do."""
-    found = []
+    found, kinds = [], number_kinds(model)
+    tried: dict[int, list[Fusion]] = {}
     for name, module in model.named_modules():
         if "forward" in module.__dict__ or any("replaced_by" in base.__dict__ for base in type(module).__mro__):
             continue
-        for find in (find_norm, find_gated, find_rotary, find_experts):
-            with suppress(Exception):  # a forward tried out on what it was not made for may fail in any way: it is left as it is
-                if (fusion := find(name, module)) is not None:
-                    found.append(fusion)
+        kind = kinds[id(module)]
+        if kind not in tried:
+            tried[kind] = list(_try_all(name, module))
+        found += [replace(fusion, name=name) for fusion in tried[kind]]
     norms = {fusion.name for fusion in found if fusion.kind in NORMS}
     busy = {fusion.name for fusion in found}
     for name, module in model.named_modules():
@@ -54,6 +56,13 @@ def find_fusions(model: nn.Module) -> tuple[Fusion, ...]:
         if own and name not in busy and (fusion := find_residual(name, module, own)) is not None:
             found.append(fusion)
     return tuple(found)
+
+
+def _try_all(name: str, module: nn.Module) -> Iterator[Fusion]:
+    for find in (find_norm, find_gated, find_rotary, find_experts):
+        with suppress(Exception):  # a forward tried out on what it was not made for may fail in any way: it is left as it is
+            if (fusion := find(name, module)) is not None:
+                yield fusion
 
 
 def check_fusions(model: nn.Module, plan: Plan) -> None:
@@ -180,9 +189,11 @@ def _try_gated(module: nn.Module, linears: Mapping[str, nn.Module], down: str, i
             (gate, up, act)
             for gate, up, a, b in halves
             for act in ACTIVATIONS
-            if agree((hidden,), (gated(a, b, act),), list(answers.values()))
+            if (found is None or (gate, up, act) in found) and agree((hidden,), (gated(a, b, act),), list(answers.values()))
         }
-        found = fits if found is None else found & fits
+        found = fits
+        if not found:
+            return None
     return min(found) if found else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from ..errors import AutoTPError, PlanError
 from .discover import MOST_FILLED
 from .examples import make_examples
 from .forwards import Forward, replace_forward
-from .plan import Plan, fold_name
+from .plan import Plan
 from .record import Record, Recorder
 from .reduce import Reduction, find_reduction, reads_emptied, share_unrun
 from .reference import Reference, make_reference
@@ -24,6 +25,7 @@ SHAPES = ((2, 9), (3, 7))  # batch and length of the two sets of example calls: 
 WIDE_SHAPES = ((2, 5), (3, 4))  # the same for models of more than WIDE parameters, whose activations take the memory
 WIDE = 10**9
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # which no forward calls
+NUMBER = re.compile(r"\d+")
 SHARE_ROUNDS = 3  # other modules in one layer can change what the next one picks
 
 
@@ -191,8 +193,9 @@ def names_run(records: Sequence[Record]) -> set[str]:
 def runs_like(shadow: Shadow, records: Sequence[Record]) -> bool:
     """Whether, of modules that differ in their numbers alone, the calls run all or none: no expert is left without a token."""
     ran = names_run(records)
-    alike = {fold_name(name) for name in ran}
-    return not any(fold_name(owner) in alike for owner in {n.rpartition(".")[0] for n in shadow.parameters} - ran)
+    idle = {name.rpartition(".")[0] for name in shadow.parameters} - ran
+    alike = {NUMBER.sub("*", name) for name in ran}
+    return not any(NUMBER.sub("*", name) in alike for name in idle)
 
 
 def drop_repeats(calls: list[dict[str, Any]], records: list[Record], first: int) -> None:

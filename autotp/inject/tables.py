@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from .describe import fold_name
 from .record import Call, Record, Site, SiteKey, columns
 from .shadow import Shadow
 
@@ -33,6 +34,7 @@ class Tables:
                 self.sites.setdefault(key, site)
         self._reach: dict[SiteKey, dict[SiteKey, Tensor]] = {}
         self._tables: dict[tuple[SiteKey, int], dict[SiteKey, Tensor]] = {}
+        self._structured: dict[tuple, bool] = {}
         self._outputs: dict[SiteKey, Tensor] | None = None
         self._consumers: dict[SiteKey, list[SiteKey]] | None = None
 
@@ -168,12 +170,19 @@ class Tables:
                 made[k][common[k][hit] + offset, hit] = True
 
     def is_structured(self, key: SiteKey) -> bool:
-        """Whether some site reaches only a part of `key`'s input columns, so that `key` might be split along them."""
-        width = self.sites[key].in_size
-        if width < 2 or not self.sites[key].readable:
+        """Whether some site reaches only a part of `key`'s input columns, so that `key` might be split along them.
+
+        Sites that differ in their layer numbers alone, and so do the sites that reach them, are looked at once.
+        """
+        site, width = self.sites[key], self.sites[key].in_size
+        if width < 2 or not site.readable:
             return False
-        coarse = self.table(key, -(-width // min(4, width)))
-        return any(bool((table != table[:1]).any()) for table in coarse.values())
+        sources = frozenset((fold_name(name), dims) for name, dims in self.reach(key))
+        kind = (fold_name(site.parameter), site.out_dims, site.shape, sources)
+        if kind not in self._structured:
+            coarse = self.table(key, -(-width // min(4, width)))
+            self._structured[kind] = any(bool((table != table[:1]).any()) for table in coarse.values())
+        return self._structured[kind]
 
 
 def _read_bits(rows: Tensor, look: Callable[[Tensor], dict[SiteKey, Tensor]]) -> tuple[dict[SiteKey, Tensor], int]:

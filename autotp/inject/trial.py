@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+OWN = frozenset(vars(nn.Module()))  # what every module has, with its parameters, buffers, children and hooks
+PLAIN = (bool, int, float, str, type(None))
 TOLERANCE = 1e-5  # of a tensor's largest number: many norms compute in float32 whatever they are given
 
 
@@ -27,6 +29,26 @@ def make_twin(module: nn.Module, children: dict[str, nn.Module]) -> Any:
     rest = {name: child for name, child in module._modules.items() if child is not None and name not in children}
     twin._modules = {**module._modules, **children, **{name: make_twin(child, {}) for name, child in rest.items()}}
     return twin
+
+
+def number_kinds(model: nn.Module) -> dict[int, int]:
+    """id of each module -> a number, the same for modules that `make_twin` makes the same twins of but for random numbers: of one
+    class, with equal plain attributes, the very same other ones, parameters of one shape, and children of the same kinds."""
+    numbers: dict[tuple, int] = {}
+    kinds: dict[int, int] = {}
+
+    def visit(module: nn.Module) -> int:
+        if id(module) not in kinds:
+            own = {key: value for key, value in vars(module).items() if key not in OWN}
+            plain = tuple((key, repr(value) if isinstance(value, PLAIN) else id(value)) for key, value in own.items())
+            shapes = tuple((key, None if p is None else (p.shape, p.dtype)) for key, p in module._parameters.items())
+            buffers = tuple((key, id(buffer)) for key, buffer in module._buffers.items())
+            children = tuple((key, None if child is None else visit(child)) for key, child in module._modules.items())
+            kinds[id(module)] = numbers.setdefault((type(module), plain, shapes, buffers, children), len(numbers))
+        return kinds[id(module)]
+
+    visit(model)
+    return kinds
 
 
 class Answer(nn.Module):

@@ -15,7 +15,6 @@ from ..inject.load import find_checkpoint
 from ..inject.plan import Plan
 from ..inject.rewrite import from_pretrained
 from ..layers.base import find_group
-from .data import cut_blocks
 from .verify import VerifyReport, read_logits, verify
 
 BATCH_SIZE, LENGTH = 2, 32
@@ -79,11 +78,11 @@ def read_text(directory: Path, batch_size: int, length: int) -> Tensor | None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-        blocks = cut_blocks(TEXT, tokenizer, length)
+        ids = AutoTokenizer.from_pretrained(directory)(TEXT, add_special_tokens=False, verbose=False)["input_ids"]
     except Exception:  # transformers raises whatever its many tokenizers do where files are missing
         return None
-    return blocks[:batch_size] if len(blocks) >= batch_size else None
+    wanted = batch_size * length
+    return torch.tensor(ids[:wanted]).view(batch_size, length) if len(ids) >= wanted else None
 
 
 def _choose_labels(model: nn.Module, batch: dict[str, Any], logits: Tensor) -> Tensor | None:

@@ -1,50 +1,21 @@
-"""One optimizer step, which every training here takes, and a short loop of them for callers that have a model and batches."""
+"""One optimizer step, which every training here takes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..comm import TPGroup
 from ..errors import AutoTPError
-from ..layers.base import find_group
 from ..layers.clip import grad_norm
 from .batches import Batch, count_labels, count_tokens
 from .optimizer import MasterOptimizer
 from .places import Places
 from .stop import NonFiniteLossError
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """How `train_model` trains.
-
-    Attributes:
-        steps: optimizer steps.
-        lr, weight_decay: AdamW's; norms and biases are not decayed.
-        grad_accum: micro-batches per step.
-        max_norm: the gradients' global norm is clipped to it; 0 switches clipping off.
-    """
-
-    steps: int = 100
-    lr: float = 1e-5
-    weight_decay: float = 0.0
-    grad_accum: int = 1
-    max_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "grad_accum"):
-            if getattr(self, name) < 1:
-                raise AutoTPError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("lr", "weight_decay", "max_norm"):
-            if getattr(self, name) < 0:
-                raise AutoTPError(f"{name} must not be negative, as {getattr(self, name)} is")
 
 
 @dataclass(frozen=True)
@@ -66,7 +37,7 @@ class Stepper:
             the labels that are not -100, the first of each sequence left out.
         optimizer: of the model.
         places: this rank's groups.
-        max_norm: see `TrainOptions`.
+        max_norm: the gradients' global norm is clipped to it; 0 switches clipping off.
         autocast: what the forward runs in.
     """
 
@@ -140,35 +111,3 @@ class Stepper:
         optimizer.clip(self.max_norm, norm)
         optimizer.step()
         return norm
-
-
-def train_model(
-    model: nn.Module, batches: Iterator[Tensor], options: TrainOptions, on_step: Callable[[int, float], None] | None = None
-) -> list[float]:
-    """Train a causal language model, parallelized or not, on `batches`.
-
-    Args:
-        model: see `Stepper`.
-        batches: token ids `[batch, sequence]`, the same on every rank of a TP group.
-        options: see `TrainOptions`.
-        on_step: called after each step with its number, from 1, and its loss.
-
-    Returns:
-        each step's loss, the mean over its micro-batches, before the step.
-
-    Raises:
-        NonFiniteLossError: the loss or the gradients are not finite.
-    """
-    optimizer = MasterOptimizer(model, options.lr, options.weight_decay)
-    device = optimizer.params[0].device
-    stepper = Stepper(
-        model, optimizer, Places(find_group(model) or TPGroup(None, device), TPGroup(None, device)), options.max_norm
-    )
-    model.train()
-    losses: list[float] = []
-    for number in range(1, options.steps + 1):
-        micros: list[dict[str, Any]] = [{"input_ids": ids, "labels": ids} for _, ids in zip(range(options.grad_accum), batches)]  # noqa: B905
-        losses.append(stepper.take(micros, number).loss)
-        if on_step is not None:
-            on_step(number, losses[-1])
-    return losses

@@ -119,20 +119,20 @@ def find_checkpoint(options: TrainOptions) -> Path | None:
     """The directory to resume from; None to start anew.
 
     Raises:
-        AutoTPError: it is missing, or a new run would mix its checkpoints with an older run's.
+        AutoTPError: it is missing, or a new run would mix its checkpoints with an older run's or write over a model.
     """
     found = {int(path.name[11:]): path for path in Path(options.out).glob("checkpoint-*") if path.name[11:].isdigit()}
     newest = found[max(found)] if found else None
-    if options.resume == "auto":
-        return newest
-    if options.resume is not None:
+    if options.resume not in (None, "auto"):
         if not (Path(options.resume) / "state.json").is_file():
             hint = f"the newest in --out is {newest}" if newest else f"there is none in --out {options.out}"
             raise AutoTPError(f"--resume {options.resume} is not the checkpoint of a run: {hint}")
         return Path(options.resume)
-    if newest is not None:
+    if newest is None and (Path(options.out) / "config.json").exists():
+        raise AutoTPError(f"--out {options.out} holds a model, which this run would write over: name another directory")
+    if newest is not None and options.resume is None:
         raise AutoTPError(f"--out {options.out} holds {newest.name} of an earlier run: go on with --resume auto, or name another")
-    return None
+    return newest
 
 
 def read_about(directory: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +24,12 @@ from .events import EventLog, SpeedMeter, memory_gib
 from .loop import Stepper
 from .optimizer import MasterOptimizer
 from .options import TrainOptions
+from .paths import check_out
 from .places import Places
 from .records import check_files
 from .resume import RunState, find_checkpoint
 from .sequences import SequenceStream, ShuffledSequences, nothing_in
-from .setup import load_model, load_tokenizer, make_accelerator
+from .setup import check_model, load_model, load_tokenizer, make_accelerator
 from .stop import NonFiniteLossError, StopSignals, TrainInterrupted
 
 __all__ = ["NonFiniteLossError", "TrainInterrupted", "TrainResult", "check_data", "train"]
@@ -58,12 +58,11 @@ def check_data(options: TrainOptions) -> None:
     """What can be known of a run's files before the ranks start.
 
     Raises:
-        AutoTPError: a file that is missing or can't be training data, `out` that is a file, nothing to resume from.
+        AutoTPError: a file that is missing or can't be training data, `out` that can't be made, nothing to resume from.
     """
     check_files(options.data, "--data")
     check_files(options.eval_data or (), "--eval-data")
-    if Path(options.out).exists() and not Path(options.out).is_dir():
-        raise AutoTPError(f"--out {options.out} is a file, not a directory")
+    check_out(options.out)
     find_checkpoint(options)
 
 
@@ -117,6 +116,7 @@ class _Run:
         self.options, self.places = options, places
         with places.together("checking the options"):
             check_data(options)
+            check_model(options.model)
             self.checkpoint = find_checkpoint(options)
             self.accelerator: Accelerator = make_accelerator(options, places)
             self.encoder = Encoder(load_tokenizer(options.model), options.completions_only)

@@ -15,6 +15,7 @@ from ..errors import AutoTPError
 from ..inject.plan import Plan
 from ..inject.rewrite import from_pretrained
 from .options import TrainOptions
+from .paths import nearest_path
 from .places import Places
 
 
@@ -39,6 +40,53 @@ def make_accelerator(options: TrainOptions, places: Places) -> Accelerator:
     return accelerator
 
 
+def load_config(model: str) -> Any:
+    """The config of a hub id or a directory.
+
+    Raises:
+        AutoTPError: there is none, or this transformers doesn't know it.
+    """
+    path = Path(model).expanduser()
+    looks_like_path = model.startswith(("/", ".", "~")) or model.count("/") > 1  # a hub id is `name` or `owner/name`
+    if looks_like_path and not path.exists():
+        raise AutoTPError(f"MODEL {model}: there is no such directory.{nearest_path(path)}")
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise AutoTPError(
+            f"can't read the config of {model}, neither a directory with one nor a hub id that is known here: "
+            f"{error}{nearest_path(model)}"
+        ) from error
+
+
+def check_model(model: str) -> None:
+    """Refuse, from its config, what can't be trained on text.
+
+    Raises:
+        AutoTPError: no such model, or one that doesn't predict the next token.
+    """
+    config = load_config(model)
+    names = getattr(config, "architectures", None) or []
+    if getattr(config, "is_encoder_decoder", False) or any("MaskedLM" in name for name in names):
+        raise AutoTPError(
+            f"{model} ({', '.join(names)}) does not predict the next token of a text: train a causal language model"
+        )
+
+
+def read_plan(path: str) -> Plan:
+    """The plan in a file that `autotp plan --json` printed.
+
+    Raises:
+        AutoTPError: no such file, or no plan in it.
+    """
+    try:
+        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise AutoTPError(f"--plan {path}: there is no such file.{nearest_path(path)}") from error
+    except (OSError, UnicodeDecodeError, AutoTPError) as error:
+        raise AutoTPError(f"--plan {path}: {error}") from error
+
+
 def load_tokenizer(model: str) -> Any:
     """The model's tokenizer.
 
@@ -60,15 +108,9 @@ def load_model(options: TrainOptions, places: Places) -> nn.Module:
     """This rank's part of the model, ready to train.
 
     Raises:
-        AutoTPError: no such model, or one that can't be trained on text.
+        AutoTPError: no weights, no plan, or no gradient checkpointing where it is asked for.
     """
-    _check_config(options.model)
-    plan: Any = "auto"
-    if options.plan is not None:
-        try:
-            plan = Plan.from_json(Path(options.plan).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, AutoTPError) as error:
-            raise AutoTPError(f"--plan {options.plan}: {error}") from error
+    plan = "auto" if options.plan is None else read_plan(options.plan)
     model = from_pretrained(options.model, places.tp, plan=plan, dtype=getattr(torch, options.dtype))
     if options.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
@@ -83,17 +125,3 @@ def _checkpoint_gradients(model: Any) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def _check_config(model: str) -> None:
-    try:
-        config = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise AutoTPError(
-            f"can't read the config of {model}, neither a directory nor a hub id that is known here: {error}"
-        ) from error
-    names = getattr(config, "architectures", None) or []
-    if getattr(config, "is_encoder_decoder", False) or any("MaskedLM" in name for name in names):
-        raise AutoTPError(
-            f"{model} ({', '.join(names)}) does not predict the next token of a text: train a causal language model"
-        )

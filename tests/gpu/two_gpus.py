@@ -16,6 +16,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import autotp
+from autotp.train.optimizer import MasterOptimizer
+from autotp.train.resume import random_state, set_random_state
 from tests.inject.test_families import full_gradients
 from tests.models import batch, tiny
 
@@ -158,6 +160,18 @@ def check_checkpointing(family):
     return f"reentrant {errors[0]:.1e}, not {errors[1]:.1e}"
 
 
+def check_optimizer_and_random_state(family):
+    _, model = pair(family)
+    optimizer = MasterOptimizer(model.bfloat16(), 1e-3)
+    assert all(group["fused"] is (True if CUDA else None) for group in optimizer.adamw.param_groups)
+    assert all(target.dtype == torch.float32 and target.device == DEVICE for target in optimizer.targets)
+    state = random_state()
+    first, other = (torch.rand(64, device=DEVICE) for _ in range(2))
+    set_random_state(state)
+    assert torch.equal(torch.rand(64, device=DEVICE), first) and not torch.equal(first, other)
+    return f"AdamW on float32 masters{', fused' if CUDA else ''}; {sorted(state)} restored"
+
+
 def check_found_inf(family):
     _, model = pair(family)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -244,10 +258,13 @@ def check_norm_linear(norm):
     return f"mean errors at most {worst:.2f} times one GPU's"
 
 
+ALONE = (check_no_sync, check_generate, check_checkpointing, check_optimizer_and_random_state, check_found_inf)
+
+
 def main():
     torch.backends.cuda.matmul.allow_tf32 = False
     checks = [(f, family) for f in (check_float32, check_steps, check_bf16, check_gather_and_save) for family in FAMILIES]
-    checks += [(f, "llama") for f in (check_no_sync, check_generate, check_checkpointing, check_found_inf)]
+    checks += [(f, "llama") for f in ALONE]
     checks += [(check_generate, "gemma2"), (check_smollm2_shape, None)]
     checks += [(check_norm_linear, norm) for norm in ("LayerNorm", "RMSNorm")]
     failed = 0

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import autotp
 from autotp.comm import TPGroup
 from autotp.errors import PlanError
+from autotp.inject import block
 from autotp.inject.block import find_fusions, find_gated, find_norm, fuse_modules
 from autotp.inject.plan import Fusion, Plan
 from autotp.inject.rotary import find_variant
@@ -330,3 +331,13 @@ def test_looking_changes_nothing():
     assert modes == [module.training for module in model.modules()]
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_modules_of_one_kind_are_tried_out_once(monkeypatch):
+    tried = []
+    monkeypatch.setattr(block, "find_norm", lambda name, module: tried.append(name) or find_norm(name, module))
+    model = nn.ModuleList([Norm(), Norm(), Norm(eps=1e-5), Norm(width=12), Norm()])
+    model[4].scale = torch.ones(8)  # an object of its own: nothing tells that it is another's like
+    fusions = find_fusions(model)
+    assert [(f.name, f.eps) for f in fusions] == [("0", 1e-6), ("1", 1e-6), ("2", 1e-5), ("3", 1e-6), ("4", 1e-6)]
+    assert [name for name in tried if name] == ["0", "2", "3", "4"]

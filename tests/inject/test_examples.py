@@ -10,6 +10,8 @@ from transformers import models as hf
 
 from autotp.errors import PlanError
 from autotp.inject.examples import candidate_calls, make_examples
+from autotp.inject.record import Recorder
+from autotp.inject.runs import record_runs
 from tests.models import tiny
 
 TEXT: dict[str, Any] = dict(vocab_size=131, hidden_size=64, num_hidden_layers=2, num_attention_heads=8, intermediate_size=96)
@@ -154,3 +156,22 @@ def test_says_why_no_call_runs():
 
     with pytest.raises(PlanError, match=r"GPT2LMHeadModel.*no such kernel.*inputs="):
         make_examples(gpt2(), run=run)
+
+
+@pytest.mark.parametrize(("complete", "lengths"), [(True, [9]), (False, [9, 36])])
+def test_a_longer_call_is_made_where_experts_had_no_token(complete, lengths):
+    model = tiny("mixtral")
+    calls = make_examples(model, run=lambda call: model(**call), is_complete=lambda: complete)
+    assert [call["input_ids"].shape[1] for call in calls] == lengths
+
+
+def test_experts_in_one_parameter_need_no_longer_call(monkeypatch):
+    shapes = []
+    run = Recorder.run
+    monkeypatch.setattr(Recorder, "run", lambda self, call: shapes.append(call["input_ids"].shape[1]) or run(self, call))
+    record_runs(tiny("mixtral", num_local_experts=64))
+    assert max(shapes) <= 9
+    sizes: dict[str, Any] = dict(d_model=32, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=131)
+    sparse: dict[str, Any] = dict(num_experts=64, num_sparse_encoder_layers=2, num_sparse_decoder_layers=2)
+    record_runs(hf.SwitchTransformersForConditionalGeneration(hf.SwitchTransformersConfig(**sizes, **sparse)))
+    assert max(shapes) > 9

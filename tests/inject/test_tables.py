@@ -116,3 +116,17 @@ def test_numbers_are_made_for_small_maps_alone(monkeypatch):
 )
 def test_columns_are_dealt_as_aligned_as_the_whole(units, size, dealt):
     assert deal_aligned(units, size) == dealt
+
+
+def test_sites_alike_are_looked_at_once_for_structure():
+    model = tiny("llama", num_hidden_layers=4)
+    runs = record_runs(model)
+    shared, alone = (tables.Tables(runs.shadow, runs.records) for _ in range(2))
+    found = {key: shared.is_structured(key) for key, site in shared.sites.items() if site.in_dims}
+    looked = {key for key, _ in shared._tables}
+    alike = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(1, 4)]  # the first layer reads the embedding alone
+    assert [any(key[0] == name for key in looked) for name in alike] == [True, False, False]
+    for key, expected in found.items():
+        alone._structured.clear()
+        assert alone.is_structured(key) == expected
+    assert any(found.values()) and not all(found.values())

@@ -141,6 +141,8 @@ def test_what_cannot_be_resumed_is_named(ranks, source, tmp_path):
     assert "other.jsonl" in refused(resume=checkpoint, data=[other])
     message = ranks.run(run_refused, TrainOptions.from_mapping({**options.to_mapping(), "resume": checkpoint, "tp": 2}))
     assert all("was written with --tp 1, this run has 2" in each for each in message)
+    for other in (None, "auto"):
+        assert "holds a model, which this run would write over" in refused(resume=other, out=str(source))
     shard = out / "checkpoint-2" / "shard-0-of-1.pt"
     shard.write_bytes(shard.read_bytes()[:1000])
     assert f"can't read {shard}" in refused(resume=checkpoint)

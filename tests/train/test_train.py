@@ -1,7 +1,10 @@
 """`train` over ranks beside a plain loop on the unsharded model, for each option that changes numbers."""
 
+import dataclasses
 import json
 import math
+import sys
+import types
 
 import pytest
 import torch
@@ -11,14 +14,12 @@ from transformers import LlamaForCausalLM
 from autotp.errors import AutoTPError
 from autotp.train.batches import TrainBatches
 from autotp.train.encode import Encoder
-from autotp.train.options import TrainOptions
 from autotp.train.run import train
 from autotp.train.sequences import SequenceStream, ShuffledSequences
 from tests.ranks import grid
-from tests.train.tiny import make_chats, make_config, make_texts, make_tokenizer, save_model, write_jsonl
+from tests.train.test_data import FORMATS, write
+from tests.train.tiny import make_options, make_texts, make_tokenizer, run_ranks
 
-# eps: the first steps are not signs of gradients near 0, which any rounding turns.
-BASE = dict(dtype="float32", steps=4, lr=1e-2, eps=1e-3, batch_size=2, seq_length=16, seed=5)
 UNEQUAL = dict(packing=False, grad_accum=2, clip=0.0)
 CASES = {
     "packing": dict(clip=0.0, betas=(0.8, 0.9)),
@@ -29,30 +30,6 @@ CASES = {
     "completions only": dict(**UNEQUAL, completions_only=True, data="chats"),
     "gradient checkpointing": dict(gradient_checkpointing=True, clip=0.0, seq_length=24),
 }
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """A directory with the model, its tokenizer, texts and chats."""
-    directory = tmp_path_factory.mktemp("model")
-    save_model(directory)
-    write_jsonl(directory / "texts.jsonl", [{"text": text} for text in make_texts(60)])
-    write_jsonl(directory / "other.jsonl", [{"text": text} for text in make_texts(9, seed=9)])
-    write_jsonl(directory / "chats.jsonl", make_chats())
-    return directory
-
-
-def make_options(source, out, data="texts", **given):
-    return TrainOptions(
-        **{**BASE, "tp": 2, "model": str(source), "data": str(source / f"{data}.jsonl"), "out": str(out), **given}
-    )
-
-
-def run_ranks(group, options, mesh=False):
-    """In a rank: the losses, and on the main rank what was told."""
-    events = []
-    result = train(options, events.append, grid() if mesh else group)
-    return result, events
 
 
 # -- the plain loop -------------------------------------------------------------------------------------------------------
@@ -181,10 +158,11 @@ def test_epochs_see_everything(source, tmp_path):
 # -- 16 bits ------------------------------------------------------------------------------------------------------------
 
 
-def train_with_masters(options):
-    """A bfloat16 model, gradients summed up and applied in float32: losses and masters."""
+def train_in_bfloat16(options):
+    """A bfloat16 model, gradients summed up and applied in float32, or in bfloat16 without masters: losses and model."""
     model = LlamaForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
-    masters = [torch.nn.Parameter(param.detach().float()) for param in model.parameters()]
+    wide = torch.float32 if options.master_weights else torch.bfloat16
+    masters = [torch.nn.Parameter(param.detach().clone().to(wide)) for param in model.parameters()]
     adamw = torch.optim.AdamW(masters, lr=options.lr, eps=options.eps, weight_decay=0.0)
     batches, losses = draw_batches(options, options.grad_accum), []
     for _ in range(options.steps):
@@ -196,7 +174,7 @@ def train_with_masters(options):
             loss.backward()
             losses[-1] += loss.item()
             for param, master in zip(model.parameters(), masters, strict=True):
-                master.grad = param.grad.float() + (0 if master.grad is None else master.grad)
+                master.grad = param.grad.to(wide) + (0 if master.grad is None else master.grad)
                 param.grad = None
         adamw.step()
         adamw.zero_grad()
@@ -209,7 +187,7 @@ def train_with_masters(options):
 def test_bfloat16_with_float32_masters(ranks, source, tmp_path):
     given = dict(dtype="bfloat16", lr=4e-4, eps=1e-8, steps=8, grad_accum=2, clip=0.0)
     whole = make_options(source, tmp_path / "whole", tp=1, **given)
-    losses, model = train_with_masters(whole)
+    losses, model = train_in_bfloat16(whole)
     norms = []
     result = train(whole, lambda event: norms.append(event["grad_norm"]))
     assert result.losses == pytest.approx(losses, rel=1e-4)
@@ -224,17 +202,37 @@ def test_bfloat16_with_float32_masters(ranks, source, tmp_path):
     halves, events = ranks.run(run_ranks, split)[0]
     assert halves.losses == pytest.approx(losses, rel=3e-3)
     assert [event["grad_norm"] for event in events] == pytest.approx(norms, rel=2e-2)
-    without = make_options(source, tmp_path / "without", tp=1, **{**given, "master_weights": False})
-    train(without)  # norms, which are 1, can't move by 4e-4 in bfloat16
-    one = LlamaForCausalLM.from_pretrained(without.out).model.norm.weight
-    assert (one == 1).all() and not (saved.model.norm.weight == 1).all()
+    assert not (saved.model.norm.weight == 1).all()
+    without = make_options(source, tmp_path / "without", **{**given, "master_weights": False})
+    expected, _ = train_in_bfloat16(without)
+    halves, _ = ranks.run(run_ranks, without)[0]
+    assert halves.losses == pytest.approx(expected, rel=3e-3)
+    # Norms, which are 1, can't move by 4e-4 in bfloat16.
+    assert (LlamaForCausalLM.from_pretrained(without.out).model.norm.weight == 1).all()
 
 
-def test_float16_scales_its_loss(source, tmp_path):
-    given = dict(tp=1, lr=1e-3, eps=1e-8, steps=5, clip=0.5)
-    half = train(make_options(source, tmp_path / "half", dtype="float16", **given))
-    full = train(make_options(source, tmp_path / "full", **given))
-    assert half.losses == pytest.approx(full.losses, rel=5e-3)
+def test_float16_scales_its_loss(ranks, source, tmp_path):
+    given = dict(lr=1e-3, eps=1e-8, steps=5, clip=0.5)
+    half = ranks.run(run_ranks, make_options(source, tmp_path / "half", dtype="float16", **given))[0][0]
+    seen, _ = train_plainly(make_options(source, tmp_path / "full", **given), 1)
+    assert half.losses == pytest.approx([loss for loss, _, _ in seen], rel=5e-3)
+
+
+# -- data ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_format_trains_alike(ranks, source, tmp_path):
+    rows = [{"text": text} for text in make_texts(60)]
+    losses = []
+    for number, kind in enumerate(FORMATS):
+        (tmp_path / kind).mkdir()
+        options = make_options(source, tmp_path / f"out{number}", steps=2)
+        options = dataclasses.replace(options, data=(write(tmp_path / kind, kind, rows),))
+        losses.append(ranks.run(run_ranks, options)[0][0].losses)
+    assert len(losses) == 4 and losses == losses[:1] * 4
+    (tmp_path / "text.txt").write_text("\n".join(make_texts(60)))
+    options = dataclasses.replace(make_options(source, tmp_path / "text"), data=(str(tmp_path / "text.txt"),))
+    compare(options, ranks.run(run_ranks, options), 1)
 
 
 # -- what else --------------------------------------------------------------------------------------------------------------
@@ -247,6 +245,32 @@ def test_events_are_logged(source, tmp_path):
     assert [json.loads(line) for line in (tmp_path / "logs" / "log.jsonl").read_text().splitlines()] == events
     wanted = {"step", "steps", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "memory_gib"}
     assert set(events[0]) == wanted and events[0]["tokens"] == 32 and events[0]["mfu"] is None and events[0]["memory_gib"] > 0
+
+
+def test_events_are_written_for_tensorboard(source, tmp_path, monkeypatch):
+    options = make_options(source, tmp_path / "out", tp=1, steps=2, tensorboard=str(tmp_path / "board"))
+    name = "torch.utils.tensorboard.writer"
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(AutoTPError, match="--tensorboard needs a package: pip install tensorboard"):
+        train(options)
+    scalars = []
+
+    class Writer:
+        def __init__(self, directory):
+            scalars.append(directory)
+
+        def add_scalar(self, key, value, step):
+            scalars.append((key, value, step))
+
+        def close(self):
+            scalars.append("closed")
+
+    for each in ("torch.utils.tensorboard", name):
+        monkeypatch.setitem(sys.modules, each, types.SimpleNamespace(SummaryWriter=Writer))
+    losses = train(options).losses
+    assert scalars[0] == options.tensorboard and scalars[-1] == "closed"
+    assert [(value, step) for key, value, step in scalars[1:-1] if key == "loss"] == [(losses[0], 1), (losses[1], 2)]
+    assert all(isinstance(value, int | float) for _, value, _ in scalars[1:-1])
 
 
 def test_a_given_plan_is_used(ranks, source, tmp_path):
@@ -267,89 +291,10 @@ def test_a_given_plan_is_used(ranks, source, tmp_path):
     [
         (dict(tp=2), "there is no process group"),
         (dict(tp=1, data="typo"), "--data .*typo.jsonl: there is no such file"),
-        (dict(tp=1, model="nowhere"), "nowhere has no tokenizer that transformers can load"),
+        (dict(tp=1, model="nowhere"), "can't read the config of nowhere, neither a directory with one nor a hub id"),
         (dict(tp=1, seq_length=100000), "no whole sequence of 100000 tokens.*smaller --seq-length"),
     ],
 )
 def test_mistakes_are_named(source, tmp_path, given, said):
     with pytest.raises(AutoTPError, match=said):
         train(make_options(source, tmp_path / "out", **given))
-
-
-# -- GGUF, launchers ----------------------------------------------------------------------------------------------------------
-
-
-def write_gguf(directory):
-    """The tiny model as a GGUF file, beside its tokenizer."""
-    gguf = pytest.importorskip("gguf")
-    torch.manual_seed(3)
-    make_tokenizer().save_pretrained(directory)
-    model = LlamaForCausalLM(make_config())
-    writer = gguf.GGUFWriter(directory / "tiny.gguf", "llama")
-    config = model.config
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, value in model.state_dict().items():
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), value.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_a_gguf_file_trains_as_what_transformers_makes_of_it(ranks, source, tmp_path):
-    (tmp_path / "gguf").mkdir()
-    write_gguf(tmp_path / "gguf")
-    read = LlamaForCausalLM.from_pretrained(tmp_path / "gguf", gguf_file="tiny.gguf", dtype=torch.float32)
-    same = LlamaForCausalLM(make_config())
-    same.load_state_dict(read.state_dict())
-    same.save_pretrained(tmp_path / "same")
-    make_tokenizer().save_pretrained(tmp_path / "same")
-    expected = train(make_options(tmp_path / "same", tmp_path / "out", data=f"{source}/texts", tp=1, steps=2)).losses
-    for number, model in enumerate(("gguf", "gguf/tiny.gguf")):
-        options = make_options(tmp_path / model, tmp_path / f"out{number}", data=f"{source}/texts", steps=2)
-        assert ranks.run(run_ranks, options)[0][0].losses == pytest.approx(expected, rel=1e-5)
-    assert LlamaForCausalLM.from_pretrained(tmp_path / "out1").dtype == torch.float32
-    (tmp_path / "gguf" / "other.gguf").write_bytes(b"")
-    with pytest.raises(AutoTPError, match=r"holds 2 GGUF files, other\.gguf, tiny\.gguf: name one"):
-        train(make_options(tmp_path / "gguf", tmp_path / "no", data=f"{source}/texts", tp=1))
-
-
-def test_what_accelerate_was_configured_for_is_heard(source, tmp_path, monkeypatch):
-    from accelerate.state import AcceleratorState
-
-    def refused(**environment):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        with monkeypatch.context() as patch, pytest.raises(AutoTPError) as info:
-            for name, value in environment.items():
-                patch.setenv(f"ACCELERATE_{name}", value)
-            train(make_options(source, tmp_path / "out", tp=1))
-        return str(info.value)
-
-    assert "for mixed precision fp16: use --dtype float16" in refused(MIXED_PRECISION="fp16")
-    assert "for 3 gradient accumulation steps, and --grad-accum is 1" in refused(GRADIENT_ACCUMULATION_STEPS="3")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with monkeypatch.context() as patch:
-        patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-        mixed = train(make_options(source, tmp_path / "mixed", tp=1)).losses
-    AcceleratorState._reset_state(reset_partial_state=True)
-    full = train(make_options(source, tmp_path / "full", tp=1)).losses
-    assert mixed != full and mixed == pytest.approx(full, rel=1e-2)
-
-
-def test_models_that_predict_no_next_token_are_refused(source, tmp_path):
-    from transformers import BertConfig, BertForMaskedLM
-
-    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
-    BertForMaskedLM(BertConfig(vocab_size=320, **sizes)).save_pretrained(tmp_path / "bert")
-    make_tokenizer().save_pretrained(tmp_path / "bert")
-    options = make_options(tmp_path / "bert", tmp_path / "out", data=f"{source}/texts", tp=1)
-    with pytest.raises(AutoTPError, match=r"BertForMaskedLM.* does not predict the next token"):
-        train(options)

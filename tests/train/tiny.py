@@ -1,4 +1,4 @@
-"""A tiny Llama and its tokenizer, with a chat template, for the tests of training."""
+"""A tiny Llama and its tokenizer, with a chat template, and short runs, for the tests of training."""
 
 import json
 import random
@@ -6,8 +6,14 @@ import random
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from autotp.train.options import TrainOptions
+from autotp.train.run import train
+from tests.ranks import grid
+
 TEXT = "the quick brown fox jumps over a lazy dog and one cat sleeps in warm sun while old birds sing of rain"
 WORDS = TEXT.split()
+# eps: the first steps are not signs of gradients near 0, which any rounding turns.
+BASE = dict(dtype="float32", steps=4, lr=1e-2, eps=1e-3, batch_size=2, seq_length=16, seed=5)
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
@@ -58,3 +64,16 @@ def save_model(directory, **config):
 def write_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
+
+
+def make_options(source, out, data="texts", **given):
+    return TrainOptions(
+        **{**BASE, "tp": 2, "model": str(source), "data": str(source / f"{data}.jsonl"), "out": str(out), **given}
+    )
+
+
+def run_ranks(group, options, mesh=False):
+    """In a rank: the losses, and on the main rank what was told."""
+    events = []
+    result = train(options, events.append, grid() if mesh else group)
+    return result, events

@@ -1,0 +1,20 @@
+"""Ranks that are threads of one process."""
+
+import torch
+
+from autotp.inject import rules
+from tests.models import tiny
+
+
+def test_plans_are_made_in_one_thread_a_rank_and_leave_the_number_as_it_was(monkeypatch):
+    seen = []
+    prove = rules.prove
+    monkeypatch.setattr(rules, "prove", lambda *args: seen.append(torch.get_num_threads()) or prove(*args))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        rules.make_plan(tiny("llama"), 2)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {1}
