@@ -6,6 +6,7 @@ A recipe names the inputs of a call and how they are made; nothing is made or ru
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -31,7 +32,7 @@ def list_scenarios(model: nn.Module, length: int) -> list[list[Recipe]]:
             f"Pass `inputs=`, a dict of keyword arguments (or a list of them) that the model can be called with."
         )
     first = primaries[0]
-    kinds = {n: _image_variants for n in _IMAGES} | {n: _sound_variants for n in SOUNDS}
+    kinds = {n: _image_variants for n in _IMAGES} | {n: partial(_sound_variants, raw=n != "input_features") for n in SOUNDS}
     own = kinds[first](config) if first in kinds else _text_variants(config, length)
     if first == "inputs":
         own += [{**v, "as": name} for name in ("pixel_values", "input_values", "input_features") for v in kinds[name](config)]
@@ -88,9 +89,9 @@ def _image_variants(config: Any) -> list[dict[str, Any]]:
     return [*shapes, {"packed": True}, {"patches": True}, {"frames": 1}, {"frames": 2}]
 
 
-def _sound_variants(config: Any) -> list[dict[str, Any]]:
+def _sound_variants(config: Any, raw: bool) -> list[dict[str, Any]]:
     variants = [{"bins_first": b, "sound_length": n} for n in (None, 64, 200, 1000) for b in (True, False)]
-    variants += [{"mono": True, "sound_length": n} for n in (2000, 16000)]
+    variants += [{"mono": True, "sound_length": n} for n in ((2000, 16000) if raw else (2000,))]  # samples, or frames
     stacked = dict.fromkeys((first_of(config, "num_stacked_frames"), 2, 4))
     variants += [{"bins_first": False, "sound_length": 64, "stacked_frames": n} for n in stacked if n]
     return [{**v, "without": SOUND_MASKS} for v in variants[:2]] + variants
