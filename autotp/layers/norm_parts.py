@@ -13,7 +13,8 @@ from ..errors import PlanError
 from ..kernels.product import Merged
 from ..shard import Shard
 from .linear import LinearLayer
-from .siblings import ALIGNMENT_BYTES, Laid, SiblingInput, can_lie, lay_together
+from .siblings import SiblingInput
+from .side_by_side import ALIGNMENT_BYTES, Laid, can_lie, lay_together
 
 NORMS = ("LayerNorm", "RMSNorm")
 

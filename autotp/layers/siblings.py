@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,10 +23,9 @@ from torch import Tensor, nn
 from ..collectives import copy_to_group
 from ..comm import TPGroup
 from ..kernels.autocast import autocast_dtype
-from ..kernels.product import Merged, ProductSpec, multiply
+from ..kernels.product import ProductSpec, multiply
 from .product import make_spec, watches_operations
-
-ALIGNMENT_BYTES = 16  # what GEMMs and fused optimizers read at a time: a weight that begins elsewhere would slow them down
+from .side_by_side import ALIGNMENT_BYTES, Laid, can_lie, find_place, lay_together
 
 
 class SiblingInput:
@@ -106,7 +104,7 @@ class SiblingInput:
             if layer is None:
                 return None
             table = layer._parameters
-            if table.get("weight") is not weight or table.get("bias") is not bias or place != _place_of(weight, bias):
+            if table.get("weight") is not weight or table.get("bias") is not bias or place != find_place(weight, bias):
                 self._laid = None
                 return None
         return laid
@@ -285,74 +283,8 @@ def _is_plain(x: Tensor) -> bool:
     return not x.is_inference() and torch._C._functorch.maybe_current_level() is None
 
 
-# -- side by side -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Laid:
-    """An allocation that holds all members' weights (and biases, where all have one), the Parameters in it, and their places."""
-
-    weight: Tensor
-    bias: Tensor | None
-    weights: Sequence[nn.Parameter]
-    biases: Sequence[nn.Parameter | None]
-    sizes: list[int]
-    places: list[tuple[Any, ...]]
-
-    def holds(self, weights: Sequence[Any], biases: Sequence[Any]) -> bool:
-        """Whether these are the Parameters that were laid here, and still lie here."""
-        if len(weights) != len(self.weights):
-            return False
-        zipped = zip(weights, biases, self.weights, self.biases, self.places, strict=True)
-        return all(w is own and b is beside and place == _place_of(w, b) for w, b, own, beside, place in zipped)
-
-    def merge(self) -> Merged:
-        """All weights and all biases as one; biases of some members only are copied beside zeros."""
-        if self.bias is not None or all(b is None for b in self.biases):
-            return Merged(self.weight, self.bias)
-        with torch.no_grad():
-            parts = [self.weight.new_zeros(n) if b is None else b for n, b in zip(self.sizes, self.biases, strict=True)]
-            return Merged(self.weight, torch.cat(parts))
-
-
-def _place_of(weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-    if bias is None:
-        return weight.data_ptr(), weight.numel(), weight.dtype
-    return weight.data_ptr(), weight.numel(), weight.dtype, bias.data_ptr(), bias.numel()
-
-
-def can_lie(tensors: Sequence[Any]) -> bool:
-    """Whether the tensors are separate, alike but for their number of rows, and memory that is ours to move."""
-    first = tensors[0]
-    return all(
-        t is not None
-        and not (t.is_meta or t.is_inference() or (t.device.type == "cpu" and t.is_shared()))
-        and (t.is_contiguous(), t.shape[1:], t.dtype, t.device) == (True, first.shape[1:], first.dtype, first.device)
-        for t in tensors
-    ) and len({id(t) for t in tensors}) == len(tensors)
-
-
 def _keeps_alignment(layer: Any) -> bool:
     """Whether the next weight would begin where reads are fast, on every rank alike: ranks must lay the same groups."""
     weight, shard = layer._parameters["weight"], layer.shards.get("weight")
     shapes = [tuple(weight.shape)] if shard is None else [shard.local_shape(rank) for rank in range(shard.tp_size)]
     return all(rows * columns * weight.element_size() % ALIGNMENT_BYTES == 0 for rows, columns in shapes)
-
-
-@torch.no_grad()
-def lay_together(weights: Sequence[Any], biases: Sequence[Any]) -> Laid:
-    """Give each Parameter data that is its part of one allocation, with a storage of its own, and the same values."""
-    weight, bias = _lay_tensors(weights), None
-    if all(b is not None for b in biases) and can_lie(biases) and biases[0].dtype == weight.dtype:
-        bias = _lay_tensors(biases)
-    sizes = [w.shape[0] for w in weights]
-    return Laid(weight, bias, weights, biases, sizes, [_place_of(w, b) for w, b in zip(weights, biases, strict=True)])
-
-
-def _lay_tensors(tensors: Sequence[Any]) -> Tensor:
-    whole = torch.cat([t.detach() for t in tensors])
-    stop = 0
-    for tensor in tensors:
-        start, stop = stop, stop + tensor.shape[0]
-        tensor.data = torch.from_dlpack(whole[start:stop])  # shares the memory under a storage that begins and ends with it
-    return whole
