@@ -20,9 +20,11 @@ from .placement import Placement
 from .plan import ModulePlan, NormPlan, Plan, Region
 from .prove import prove
 from .record import Record, Recorder
+from .reference import Reference
 from .regions import TOO_FEW, FoundRegion
 from .runs import Runs
 from .search import Found, Search
+from .shadow import Shadow
 from .whole import explain_whole
 
 RETRIES = 2  # to form other regions of what did not prove
@@ -44,8 +46,13 @@ class Planner:
         assemble: Assemble,
         rewrite: Rewrite,
         hints: Hints | None = None,
+        as_trained: bool = False,
     ) -> None:
-        """`blocked`: Parameters that follow rules of their own; `sizes`: parameters of the whole model by folded name."""
+        """Args:
+        blocked: Parameters that follow rules of their own.
+        sizes: parameters of the whole model by folded name.
+        as_trained: whatever is proved has to prove in training mode too, with the model's own attention implementation.
+        """
         self.hints = hints or Hints()
         self.discovery = Discovery(runs.shadow, runs.records, tp_size, blocked)
         self.placement = Placement(self.discovery.tables, tp_size)
@@ -53,6 +60,8 @@ class Planner:
         self.gathered: dict[str, ModulePlan] = {}
         self.runs, self.assemble, self.rewrite = runs, assemble, rewrite
         self.norms: dict[str, NormPlan] = {}
+        self.as_trained = as_trained
+        self.trained: tuple[frozenset[str], Shadow, list[Reference]] | None = None  # what is transparent in it, first
         self.references = runs.references()
         self.reasons: dict[str, str] = {}
         self.seconds_left = SEARCH_SECONDS
@@ -184,6 +193,20 @@ class Planner:
         """
         plan = self.build(regions)
         prove(self.runs.shadow, plan, self.references, self.rewrite)
+        if self.as_trained:
+            self._prove_as_trained(plan)
+
+    def _prove_as_trained(self, plan: Plan) -> None:
+        transparent = frozenset(self.runs.shadow.transparent)
+        if self.trained is None or self.trained[0] != transparent:
+            runs = self.runs.as_trained()
+            if runs is None:
+                return
+            self.trained = transparent, runs.shadow, runs.references()
+        try:
+            prove(self.trained[1], plan, self.trained[2], self.rewrite)
+        except ProofError as error:
+            raise ProofError(f"in training mode, {error}") from error
 
     def _gather_rest(self, kept: Sequence[FoundRegion]) -> None:
         """Split what no region takes by its columns, where that proves and is worth it."""

@@ -200,8 +200,12 @@ def _discover_beside(
     for name in (half := runs.half_run()):
         reasons.setdefault(name, "held in several places, some of which no example call runs")
     blocked = edge_parameters(model) | half
+
+    def start(runs: Runs, as_trained: bool = False) -> Planner:
+        return Planner(runs, tp_size, blocked, sizes, assemble, rewrite, hints, as_trained)
+
     try:
-        planner = Planner(runs, tp_size, blocked, sizes, assemble, rewrite, hints)
+        planner = start(runs)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         why = f"its backward does not run in evaluation: {' '.join(str(error).split())[:120]}"
         return replace(finish_plan(model, tp_size, (), (), {"": why}, None), proof=f"not proved: {why}")
@@ -211,10 +215,23 @@ def _discover_beside(
         try:
             prove(runs.shadow, keep_modules(made, runs.reduction) or made, runs.references(), rewrite)
         except (ProofError, PlanError):
-            made = Planner(runs, tp_size, blocked, sizes, assemble, rewrite, hints).plan()
+            made = start(runs).plan()
+    try:
+        _prove_as_trained(made, runs, rewrite)
+    except ProofError:
+        made = _find_as_trained(runs, start, partial(record_runs, model, inputs, False, hints.forwards))
     check_ties(model, made)
-    _prove_as_trained(made, runs, rewrite)
     return made
+
+
+def _find_as_trained(runs: Runs, start: Callable[[Runs, bool], Planner], record_whole: Callable[[], Runs]) -> Plan:
+    """The plan of what proves both in evaluation and in training mode; the rest stays whole.
+
+    Raises:
+        ProofError: the vocabulary's split does not prove in training mode.
+    """
+    made = start(runs, True).plan()
+    return start(record_whole(), True).plan() if runs.reduction.crosses(made.regions) else made
 
 
 def _prove_as_trained(plan: Plan, runs: Runs, rewrite: Callable[..., None]) -> None:

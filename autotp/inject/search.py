@@ -285,8 +285,9 @@ class Search:
         with log_reads(self.tables.shadow.model.get_submodule(self.scope), self.scope, seen):
             whole = RankRun(reference, self.tables.shadow, {}, 0, [1.0])
             args, kwargs = _detached(reference.record.module_calls[self.scope][0])
-            with running(), torch.no_grad(), Interceptor(self.tables.shadow, whole.respond):
-                self.tables.shadow.model.get_submodule(self.scope)(*args, **kwargs)
+            model = self.tables.shadow.model
+            with keep_state(model), running(), torch.no_grad(), Interceptor(self.tables.shadow, whole.respond):
+                model.get_submodule(self.scope)(*args, **kwargs)
         del scope
         free = {(name, key): value for (name, key), value in seen.items() if key not in self.fixed.get(name, {})}
         return {place: value for place, value in free.items() if f"{place[0]}.weight" not in self.sites}
