@@ -77,7 +77,7 @@ def make_plan(
     made = _make_plan(model, tp_size, plan, head, inputs, attrs)
     if isinstance(plan, Plan):
         check_fusions(model, plan)
-    else:
+    elif not made.fused:  # it was not kept
         made = replace(made, fused=find_fusions(model))
     if few_units == "refuse":
         check_units(made)
@@ -130,7 +130,7 @@ def _find_kept(model: nn.Module, tp_size: int, head: str) -> Plan:
     if kept is not None and _still_proves(model, kept, tp_size):
         return kept
     drop_plan(key)
-    made = _discover(model, tp_size, head, None, Hints())
+    made = replace(_discover(model, tp_size, head, None, Hints()), fused=find_fusions(model))
     write_plan(key, made)
     return made
 
@@ -139,6 +139,7 @@ def _still_proves(model: nn.Module, plan: Plan, tp_size: int) -> bool:
     try:
         check_plan(model, plan, tp_size)
         check_ties(model, plan)
+        check_fusions(model, plan)
         return not plan.modules or _prove_on_calls(model, plan, None, Hints()).proof == "proved"
     except Exception:  # whatever a plan that fits no longer runs into: it is discovered anew
         return False

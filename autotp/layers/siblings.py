@@ -13,6 +13,8 @@ optimizers and `state_dict` see separate tensors. Whether they still do is looke
 from __future__ import annotations
 
 import copy
+import ctypes
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -272,8 +274,16 @@ def lay_siblings(model: nn.Module) -> None:
     groups = {id(g): g for g in (m.__dict__.get("siblings") for m in model.modules()) if isinstance(g, SiblingInput)}
     for group in groups.values():
         group.lay()
+        trim_heap()
     if groups and torch.cuda.is_available():
         torch.cuda.empty_cache()  # the old memory lies in pieces that the next allocation, a larger one, can't use
+
+
+def trim_heap() -> None:
+    """Give freed memory on the CPU back to the system: glibc keeps it in pieces, and what is laid next needs larger ones."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # another C library has none
+        trim(0)
 
 
 def _is_plain(x: Tensor) -> bool:

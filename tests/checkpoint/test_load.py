@@ -218,7 +218,7 @@ def measure_load(path: str, port: str, rank: str) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="needs Linux's smaps_rollup")
 def test_memory_is_the_shard_and_one_tensor(tmp_path):
-    """Of a 470 MB model at TP=2, no rank may hold more than its part, the largest tensor and 200 MB: the whole would not fit."""
+    """Of a 470 MB model at TP=2, no rank may hold more than its part, the largest tensor and 160 MB: the whole would not fit."""
     settings = LlamaConfig(
         hidden_size=1024,
         intermediate_size=2816,
@@ -243,7 +243,7 @@ def test_memory_is_the_shard_and_one_tensor(tmp_path):
         out, _ = process.communicate(timeout=120)
         assert process.returncode == 0
         measured = json.loads(out.splitlines()[-1])
-        allowed = measured["held"] + largest + 200e6  # 60 MB of buffers, the rest what planning leaves behind
+        allowed = measured["held"] + largest + 160e6  # 60 MB of buffers, the rest what planning leaves behind
         assert measured["held"] < total * 0.51 and allowed < total
         assert measured["held"] <= measured["peak"] < allowed, (measured, largest, total)
 
