@@ -157,8 +157,8 @@ def norm_forward(own: Callable[..., Any], kind: str, eps: float) -> Callable[...
         if len(args) != 1 or kwargs or torch.compiler.is_compiling() or differentiates_forward() or not is_as_tried(self):
             return own(self, *args, **kwargs)
         (x,), weight, ready = args, self.weight, self.__dict__.pop("ready", None)
-        if ready is not None and x is ready[0] and x._version == ready[1]:
-            return ready[2]
+        if ready is not None and x is ready[0] and (x._version, torch.is_grad_enabled()) == ready[1:3]:
+            return ready[3]
         if x.dtype is not weight.dtype or x.shape[-1:] != weight.shape or torch.is_autocast_enabled(x.device.type):
             return own(self, x)
         return norm(x, weight, getattr(self, "bias", None), eps, kind)

@@ -103,5 +103,5 @@ def add_before(norm: Any, a: Any, b: Any) -> Any:
     if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(a.device.type):
         return a + b  # tensors without versions; another dtype
     y, total = add_norm(a, b, weight, getattr(norm, "bias", None), how[1], how[0])
-    norm.__dict__["ready"] = (total, total._version, y)
+    norm.__dict__["ready"] = (total, total._version, torch.is_grad_enabled(), y)
     return total
