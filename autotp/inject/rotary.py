@@ -117,4 +117,4 @@ def _rotates(function: FunctionType, variant: str, columns: int, rotated: int) -
     if not agree(function(q, k, cos, sin), rotary(q, k, cos, sin, interleaved), [q, k]):
         return False
     halves = [[x.detach().to(dtype) for x in (q, k, cos, sin)] for dtype in HALVES]
-    return all(agree_loosely(function(*each), rotary(*each, interleaved)) for each in halves)
+    return all(agree_loosely(function(*each), rotary(*each, interleaved=interleaved)) for each in halves)
