@@ -25,19 +25,21 @@ from ..kernels.norm import norm
 from ..kernels.reference import ACTIVATIONS
 from .draws import keep_random
 from .experts import experts_forward, find_experts
-from .forwards import replace_forward
+from .forwards import differentiates_forward, is_as_tried, replace_forward
 from .plan import Fusion, Plan
 from .residual import find_residual, rewrite_residual
 from .rotary import find_rotary, rewrite_rotary
-from .trial import Answer, agree, make_twin, number_kinds
+from .trial import HALVES, OWN, Answer, agree, agree_loosely, make_twin, number_kinds, run_twin, trying
 
 SCALES = (1.0, 3e-3, 1e3)  # of the inputs: the small one tells values of eps apart, the large one reaches what is clamped
+HOW = (*((scale, torch.float64) for scale in SCALES), *((1.0, dtype) for dtype in HALVES))
 EPSILONS = (1e-5, 1e-6)
 NORMS = ("rms", "rms1p", "layernorm")
 MOST_COLUMNS = 1 << 16  # of a linear that a stand-in answers for
 
 
 @keep_random()
+@trying()
 def find_fusions(model: nn.Module) -> tuple[Fusion, ...]:
     """What can run fused in `model`; reads no weight, so meta will do."""
     found, kinds = [], number_kinds(model)
@@ -92,11 +94,25 @@ def fuse_modules(model: nn.Module, plan: Plan) -> None:
         elif fusion.kind == "add_norm":
             rewrite_residual(module, fusion)
         elif fusion.kind == "experts":
-            replace_forward(module, fusion.name, experts_forward(type(module).forward, fusion.variant, *fusion.parts))
+            forward = experts_forward(type(module).forward, fusion.variant, *fusion.parts)
+            replace_forward(module, fusion.name, forward, _tried(module))
         elif fusion.kind == "gated_mlp":
-            replace_forward(module, fusion.name, gated_forward(type(module).forward, *fusion.parts, fusion.variant))
+            forward = gated_forward(type(module).forward, *fusion.parts, fusion.variant)
+            replace_forward(module, fusion.name, forward, _tried(module, fusion.parts))
         else:
-            replace_forward(module, fusion.name, norm_forward(type(module).forward, fusion.kind, fusion.eps))
+            forward = norm_forward(type(module).forward, fusion.kind, fusion.eps)
+            replace_forward(module, fusion.name, forward, _tried(module))
+
+
+def _tried(module: nn.Module, parts: tuple[str, ...] = ()) -> tuple[tuple[str, Any], ...]:
+    """Attributes and children of `module` that decide what it computes: whoever sets one (an activation, an eps) gets it.
+
+    Not sizes, which sharding edits, nor the children `parts`, which are called as modules, nor objects like configs.
+    """
+    called = {part.partition("[")[0] for part in parts}
+    own = {k: v for k, v in vars(module).items() if k not in OWN and not k.startswith("_is_hf")}
+    plain = {k: v for k, v in own.items() if v is None or isinstance(v, bool | float | str) or callable(v)}
+    return tuple((plain | {k: v for k, v in module._modules.items() if k not in called}).items())
 
 
 # -- norms ----------------------------------------------------------------------------------------------------------------
@@ -112,7 +128,7 @@ def find_norm(name: str, module: nn.Module) -> Fusion | None:
     for kind in NORMS:
         for eps in dict.fromkeys([*attributes, *EPSILONS]):
             if (bias is None or kind == "layernorm") and all(_is_norm(module, kind, eps, scale) for scale in SCALES):
-                return Fusion(name, kind, eps=eps)
+                return Fusion(name, kind, eps=eps) if all(_is_norm_in(module, kind, eps, dtype) for dtype in HALVES) else None
     return None
 
 
@@ -121,10 +137,16 @@ def _is_norm(module: nn.Module, kind: str, eps: float, scale: float) -> bool:
     x = (torch.randn(2, 3, twin.weight.numel(), dtype=torch.float64) * scale).requires_grad_()
     leaves = [x, twin.weight, *([] if twin._parameters.get("bias") is None else [twin.bias])]
     for mode in (True, False):
-        got, want = twin.train(mode)(x), norm(x, twin.weight, twin._parameters.get("bias"), eps, kind)
+        got, want = run_twin(twin.train(mode), x), norm(x, twin.weight, twin._parameters.get("bias"), eps, kind)
         if not isinstance(got, Tensor) or not agree((got,), (want,), leaves):
             return False
     return True
+
+
+def _is_norm_in(module: nn.Module, kind: str, eps: float, dtype: torch.dtype) -> bool:
+    twin = make_twin(module, {}, dtype)
+    x = torch.randn(2, 3, twin.weight.numel()).to(dtype)
+    return agree_loosely((twin(x),), (norm(x, twin.weight, twin._parameters.get("bias"), eps, kind),))
 
 
 @functools.lru_cache(maxsize=256)
@@ -132,14 +154,14 @@ def norm_forward(own: Callable[..., Any], kind: str, eps: float) -> Callable[...
     """The forward of a norm; `own` is the one that it stands for."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or torch.compiler.is_compiling():
+        if len(args) != 1 or kwargs or torch.compiler.is_compiling() or differentiates_forward() or not is_as_tried(self):
             return own(self, *args, **kwargs)
         (x,), weight, ready = args, self.weight, self.__dict__.pop("ready", None)
-        if ready is not None and x is ready[0] and x._version == ready[1]:
-            return ready[2]
-        if x.dtype is not weight.dtype or torch.is_autocast_enabled(x.device.type):
+        if ready is not None and x is ready[0] and (x._version, torch.is_grad_enabled()) == ready[1:3]:
+            return ready[3]
+        if x.dtype is not weight.dtype or x.shape[-1:] != weight.shape or torch.is_autocast_enabled(x.device.type):
             return own(self, x)
-        return norm(x, weight, self._parameters.get("bias"), eps, kind)
+        return norm(x, weight, getattr(self, "bias", None), eps, kind)
 
     forward.fused_norm = kind, eps  # type: ignore[attr-defined]
     return forward
@@ -175,21 +197,22 @@ def _try_gated(module: nn.Module, linears: Mapping[str, nn.Module], down: str, i
     if shapes != ([width, width] if len(ins) == 2 else [2 * width]) or max(shapes) > MOST_COLUMNS:
         return None
     found: set[tuple[str, str, str]] | None = None
-    for mode, scale in product((True, False), SCALES):
-        drawn = [torch.randn(1, 3, n, dtype=torch.float64) * scale for n in shapes]
+    for mode, (scale, dtype) in product((True, False), HOW):
+        drawn = [(torch.randn(1, 3, n, dtype=torch.float64) * scale).to(dtype) for n in shapes]
         answers = {key: answer.requires_grad_() for key, answer in zip(ins, drawn, strict=True)}
-        stubs = {key: Answer(answer) for key, answer in answers.items()} | {down: Answer(torch.randn(1, 3, out))}
-        x = torch.randn(1, 3, _sizes(linears[ins[0]])[0], dtype=torch.float64)
-        result = make_twin(module, dict(stubs)).train(mode)(x)
+        stubs = {key: Answer(answer) for key, answer in answers.items()} | {down: Answer(torch.randn(1, 3, out, dtype=dtype))}
+        x = torch.randn(1, 3, _sizes(linears[ins[0]])[0]).to(dtype)
+        result = run_twin(make_twin(module, dict(stubs), dtype).train(mode), x)
         once = all(len(stub.calls) == 1 and len(stub.calls[0][0]) == 1 and not stub.calls[0][1] for stub in stubs.values())
         if not once or result is not stubs[down].answer or any(stubs[key].calls[0][0][0] is not x for key in ins):
             return None
         hidden, halves = stubs[down].calls[0][0][0], list(_halves(answers, ins))
+        fit = agree_loosely if dtype in HALVES else functools.partial(agree, leaves=list(answers.values()))
         fits = {
             (gate, up, act)
             for gate, up, a, b in halves
             for act in ACTIVATIONS
-            if (found is None or (gate, up, act) in found) and agree((hidden,), (gated(a, b, act),), list(answers.values()))
+            if (found is None or (gate, up, act) in found) and fit((hidden,), (gated(a, b, act),))
         }
         found = fits
         if not found:
@@ -215,12 +238,14 @@ def gated_forward(own: Callable[..., Any], gate: str, up: str, down: str, activa
     packed, _, half = gate.partition("[")
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or torch.compiler.is_compiling():
+        if len(args) != 1 or kwargs or torch.compiler.is_compiling() or differentiates_forward() or not is_as_tried(self):
             return own(self, *args, **kwargs)
         modules = self._modules
         a, b = modules[packed](args[0]).chunk(2, -1) if half else (modules[gate](args[0]), modules[up](args[0]))
         if half == "1]":
             a, b = b, a
+        if a.dtype is not b.dtype or a.shape != b.shape:  # an adapter's, say: what plain operations make of them
+            return modules[down](ACTIVATIONS[activation](a) * b)
         return modules[down](gated(a, b, activation))
 
     return forward

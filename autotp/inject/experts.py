@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from ..kernels.experts import LAYOUTS
 from ..kernels.reference import ACTIVATIONS
 from ..layers.experts import grouped_experts
+from .forwards import differentiates_forward, is_as_tried
 from .plan import Fusion
-from .trial import TOLERANCE, agree, make_twin
+from .trial import HALVES, TOLERANCE, agree, agree_loosely, make_twin, run_twin
 
 HIDDEN, INSIDE, TOKENS, CHOICES = 6, 5, 7, 2  # sizes of the trial; the number of experts stays, which forwards read elsewhere
 # In training and in evaluation, tokens of the usual size, and so large that the limits of gates that are clamped are reached.
@@ -75,7 +76,7 @@ def _find_activation(module: nn.Module, form: Form, experts: int) -> Form | None
     for activation in ACTIVATIONS:
         found = form._replace(activation=activation)
         if _computes(twin, found, True, 1.0, gradients=False) and all(_computes(twin, found, *how) for how in HOW):
-            return found
+            return found if all(_computes_in(twin, found, dtype) for dtype in HALVES) else None
     return None
 
 
@@ -119,12 +120,21 @@ def _computes(twin: Any, form: Form, training: bool, scale: float, gradients: bo
     up, down = twin._parameters[form.up], twin._parameters[form.down]
     given = _draw_arguments(form, len(up), scale)
     with torch.set_grad_enabled(gradients):
-        got, want = twin.train(training)(**given), form.run(up, down, given)
+        got, want = run_twin(twin.train(training), **given), form.run(up, down, given)
     if not isinstance(got, Tensor) or got.shape != want.shape:
         return False
     if gradients:
         return agree((got,), (want,), [given[form.x], given[form.weights], up, down])
     return bool((got - want).abs().max() <= TOLERANCE * want.abs().max())
+
+
+def _computes_in(twin: Any, form: Form, dtype: torch.dtype) -> bool:
+    """Whether it does in 16 bits as well, and keeps the dtype."""
+    twin = make_twin(twin, {}, dtype)
+    up, down = twin._parameters[form.up], twin._parameters[form.down]
+    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in _draw_arguments(form, len(up), 1.0).items()}
+    with torch.no_grad():
+        return agree_loosely((twin(**given),), (form.run(up, down, given),))
 
 
 def _draw_arguments(form: Form, experts: int, scale: float) -> dict[str, Tensor]:
@@ -159,6 +169,8 @@ def _takes(module: Any, form: Form, up: Tensor, down: Tensor, given: dict[str, A
     x, index, weights = (given.get(key) for key in (form.x, form.index, form.weights))
     return (
         not torch.compiler.is_compiling()
+        and not differentiates_forward()
+        and is_as_tried(module)
         and isinstance(x, Tensor)
         and isinstance(index, Tensor)
         and isinstance(weights, Tensor)

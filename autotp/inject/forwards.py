@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ..errors import PlanError, ProofError
 from .arguments import copy_arguments
@@ -21,6 +22,7 @@ from .record import ModuleCall
 from .shadow import Shadow
 
 Forward = Callable[..., Any]
+TRIED = "tried_with"  # the attribute of a module with a replaced forward that says what must be as it was
 
 
 def name_forward(function: Forward) -> str:
@@ -44,8 +46,11 @@ def find_forward(forwards: Mapping[str, Forward], module: str, label: str) -> Fo
     return function
 
 
-def replace_forward(module: nn.Module, name: str, function: Forward) -> None:
+def replace_forward(module: nn.Module, name: str, function: Forward, tried: tuple[tuple[str, Any], ...] = ()) -> None:
     """Give `module` `function(module, ...)` as its forward; nothing where it has it already.
+
+    Args:
+        tried: attributes and children that `function` may ask `is_as_tried` about.
 
     Raises:
         PlanError: something else replaced its forward before.
@@ -55,6 +60,23 @@ def replace_forward(module: nn.Module, name: str, function: Forward) -> None:
     if "forward" in module.__dict__:
         raise PlanError(f"{name}: its forward was replaced on the module itself already. Undo that first.")
     module.__class__ = _replaced_class(type(module), function)
+    if tried:
+        module.__dict__[TRIED] = tried
+
+
+def is_as_tried(module: nn.Module) -> bool:
+    """Whether the attributes and children that `replace_forward` noted are still those; a deepcopy has copies of both."""
+    own, children = module.__dict__, module._modules
+    for key, value in own.get(TRIED, ()):
+        now = own[key] if key in own else children.get(key)
+        if now is not value and not (isinstance(value, float | str) and now == value):
+            return False
+    return True
+
+
+def differentiates_forward() -> bool:
+    """Whether torch.func or forward-mode AD is at work, which our functions don't take part in."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 @functools.lru_cache(maxsize=256)
@@ -70,6 +92,7 @@ def remove_forward(module: nn.Module) -> None:
         PlanError: another class was put in front since.
     """
     cls = type(module)
+    module.__dict__.pop(TRIED, None)
     if "replaced_by" in cls.__dict__:
         module.__class__ = cls.__dict__["plain_class"]
     elif any("replaced_by" in base.__dict__ for base in cls.__mro__):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.norm import add_norm
+from .forwards import differentiates_forward, is_as_tried
 from .plan import Fusion
 from .source import Rewrite, find_functions, place_of, rewrite_methods
 
@@ -94,11 +95,13 @@ def add_before(norm: Any, a: Any, b: Any) -> Any:
     how = getattr(getattr(type(norm), "forward", None), "fused_norm", None)
     if how is None or torch.compiler.is_compiling() or not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return a + b
+    if norm._forward_pre_hooks or "forward" in norm.__dict__ or differentiates_forward() or not is_as_tried(norm):
+        return a + b  # hooks may bring its weight, or change its input
     weight = norm.weight
     if a.shape != b.shape or not a.dtype is b.dtype is weight.dtype or a.is_inference() or b.is_inference():
         return a + b
     if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(a.device.type):
         return a + b  # tensors without versions; another dtype
-    y, total = add_norm(a, b, weight, norm._parameters.get("bias"), how[1], how[0])
-    norm.__dict__["ready"] = (total, total._version, y)
+    y, total = add_norm(a, b, weight, getattr(norm, "bias", None), how[1], how[0])
+    norm.__dict__["ready"] = (total, total._version, torch.is_grad_enabled(), y)
     return total

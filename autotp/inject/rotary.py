@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.rotary import rotary
+from ..kernels.rotary import fits, rotary
+from .forwards import differentiates_forward
 from .plan import Fusion
 from .source import Rewrite, find_calls, rewrite_methods
-from .trial import agree
+from .trial import HALVES, agree, agree_loosely
 
 VARIANTS = ("half", "interleaved")
 WHOLE, PARTIAL = (8, 8), (8, 4)  # columns of a head, and how many of them are rotated
@@ -60,6 +61,8 @@ def _rotary_calls(cls: type) -> tuple[tuple[str, str, Rewrite], ...]:
 
 
 def _put(node: Any, give: Callable[[Any], ast.expr], function: Callable[..., Any]) -> bool:
+    """`f(q, k, cos, sin)` -> `rotate(f, q, k, cos, sin)`: another function given that name later is called itself."""
+    node.args = [node.func, *node.args]
     node.func = ast.copy_location(give(function), node.func)
     return True
 
@@ -69,9 +72,11 @@ def fused(own: FunctionType, variant: str) -> Callable[..., Any]:
     """What stands for the function `own` in a call: the kernel for what `own` was tried with, and else `own` itself."""
     interleaved, partial = variant == "interleaved", _takes_partial(own, variant)
 
-    def rotate(q: Any, k: Any, cos: Any, sin: Any) -> Any:
-        alike = q.dtype is k.dtype is cos.dtype and cos.ndim == 3 and q.ndim == k.ndim == 4 and not cos.requires_grad
-        if alike and (partial or cos.shape[-1] == q.shape[-1]) and not torch.compiler.is_compiling():
+    def rotate(now: Callable[..., Any], q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        if now is not own or torch.compiler.is_compiling() or differentiates_forward():
+            return now(q, k, cos, sin)
+        alike = q.dtype is k.dtype is cos.dtype is sin.dtype and fits(q, k, cos, sin) and not cos.requires_grad
+        if alike and (partial or cos.shape[-1] == q.shape[-1]):
             return rotary(q, k, cos, sin, interleaved)
         return own(q, k, cos, sin)
 
@@ -108,4 +113,8 @@ def _rotates(function: FunctionType, variant: str, columns: int, rotated: int) -
     cos, sin = draw(2, 5, rotated), draw(2, 5, rotated)
     if variant == "interleaved":
         cos, sin = (x[..., ::2].repeat_interleave(2, -1) for x in (cos, sin))
-    return agree(function(q, k, cos, sin), rotary(q, k, cos, sin, variant == "interleaved"), [q, k])
+    interleaved = variant == "interleaved"
+    if not agree(function(q, k, cos, sin), rotary(q, k, cos, sin, interleaved), [q, k]):
+        return False
+    halves = [[x.detach().to(dtype) for x in (q, k, cos, sin)] for dtype in HALVES]
+    return all(agree_loosely(function(*each), rotary(*each, interleaved=interleaved)) for each in halves)

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels.dispatch import ignore_setting
+
 OWN = frozenset(vars(nn.Module()))  # what every module has, with its parameters, buffers, children and hooks
 PLAIN = (bool, int, float, str, type(None))
 TOLERANCE = 1e-5  # of a tensor's largest number: many norms compute in float32 whatever they are given
+HALVES = (torch.bfloat16, torch.float16)
+LOOSE = 0.05  # of the largest number, in 16 bits: they tell what is done for a dtype alone, not how it is rounded
 
 
-def make_twin(module: nn.Module, children: dict[str, nn.Module]) -> Any:
+@contextmanager
+def trying() -> Iterator[None]:
+    """Within it what is tried out has gradients, on the CPU, whatever the caller's modes, default device and AUTOTP_BACKEND."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), ignore_setting():
+        yield
+
+
+def make_twin(module: nn.Module, children: dict[str, nn.Module], dtype: torch.dtype = torch.float64) -> Any:
     """`module` with random parameters, copies of its buffers, other `children` and twins of the rest, without hooks.
 
     All else is shared with it.
@@ -22,13 +34,34 @@ def make_twin(module: nn.Module, children: dict[str, nn.Module]) -> Any:
     twin = object.__new__(type(module))
     twin.__dict__ = {key: OrderedDict() if key.endswith("_hooks") else value for key, value in module.__dict__.items()}
     twin._parameters = {
-        name: None if parameter is None else nn.Parameter(torch.randn(parameter.shape, dtype=torch.float64))
+        name: None if parameter is None else nn.Parameter(torch.randn(parameter.shape, dtype=dtype))
         for name, parameter in module._parameters.items()
     }
     twin._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
     rest = {name: child for name, child in module._modules.items() if child is not None and name not in children}
-    twin._modules = {**module._modules, **children, **{name: make_twin(child, {}) for name, child in rest.items()}}
+    twin._modules = {**module._modules, **children, **{name: make_twin(child, {}, dtype) for name, child in rest.items()}}
     return twin
+
+
+def run_twin(twin: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `twin` returns.
+
+    Raises:
+        ValueError: it drew random numbers, or keeps something of the call: it does more than what it returns tells.
+    """
+    states, drawn = [_state(module) for module in twin.modules()], torch.get_rng_state()
+    result = twin(*args, **kwargs)
+    if states != [_state(module) for module in twin.modules()] or not torch.equal(drawn, torch.get_rng_state()):
+        raise ValueError(f"{type(twin).__name__} draws random numbers or keeps something")
+    return result
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """What a forward might change: attributes and buffers, by identity and by length or version."""
+    if isinstance(module, Answer):
+        return {}
+    own = {k: (id(v), len(v) if isinstance(v, list | dict | set) else 0) for k, v in vars(module).items() if k not in OWN}
+    return own | {key: (id(buffer), 0 if buffer is None else buffer._version) for key, buffer in module._buffers.items()}
 
 
 def number_kinds(model: nn.Module) -> dict[int, int]:
@@ -73,6 +106,16 @@ def agree(got: Sequence[Tensor], want: Sequence[Tensor], leaves: Sequence[Tensor
         for outputs in (got, want)
     ]
     return all(_close(a, b) for a, b in [*zip(got, want, strict=True), *zip(*pulled, strict=True)])
+
+
+def agree_loosely(got: Sequence[Any], want: Sequence[Tensor]) -> bool:
+    """Whether outputs in 16 bits are of the same dtypes and about equal."""
+    alike = len(got) == len(want) and all(
+        isinstance(a, Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(got, want, strict=True)
+    )
+    return alike and all(
+        bool((a.double() - b.double()).abs().max() <= LOOSE * b.double().abs().max()) for a, b in zip(got, want, strict=True)
+    )
 
 
 def _close(got: Tensor | None, want: Tensor | None) -> bool:

@@ -11,7 +11,9 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ from . import fused_torch, grouped, reference, reference_experts
 
 VARIABLE = "AUTOTP_BACKEND"
 WIDEST_ROW = 16384  # columns that a Triton norm holds in registers; from about twice as many the backward spills
+_asked = ContextVar("asked", default=True)  # whether AUTOTP_BACKEND is read
 log = logging.getLogger(__name__)
 
 
@@ -156,9 +159,19 @@ def select(problem: Problem, backend: str = "auto") -> Callable[..., Any]:
     Raises:
         KernelUnsupported: the operation or the named backend is unknown, or it can't run the problem, with its reasons.
     """
-    if backend == "auto":
+    if backend == "auto" and _asked.get():
         backend = _named_for(problem.op, os.environ.get(VARIABLE, ""))
     return _choose(problem, backend)
+
+
+@contextmanager
+def ignore_setting() -> Iterator[None]:
+    """Within it AUTOTP_BACKEND is not read: what is computed to be compared runs anywhere, in any dtype."""
+    token = _asked.set(False)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
 
 
 @lru_cache(maxsize=64)

@@ -67,13 +67,17 @@ def _problem(op: str, x: Tensor, interleaved: bool) -> Problem:
     return Problem(op, x.device.type, x.dtype, kind, batch * tokens if heads * width else 0, width)
 
 
+def fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the shapes, and the dtypes of q and k, are those of the table above."""
+    if not (q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.shape == sin.shape and q.dtype == k.dtype):
+        return False
+    (batch, _, tokens, width), (angles_batch, angles_tokens, turned) = q.shape, cos.shape
+    alike = (batch, tokens, width) == (k.shape[0], k.shape[2], k.shape[3])
+    return alike and angles_batch in (1, batch) and angles_tokens == tokens and turned <= width and turned % 2 == 0
+
+
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    fits = q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.shape == sin.shape and q.dtype == k.dtype
-    if fits:
-        (batch, _, tokens, width), (angles_batch, angles_tokens, turned) = q.shape, cos.shape
-        fits = (batch, tokens, width) == (k.shape[0], k.shape[2], k.shape[3])
-        fits = fits and angles_batch in (1, batch) and angles_tokens == tokens and turned <= width and turned % 2 == 0
-    if not fits:
+    if not fits(q, k, cos, sin):
         raise KernelUnsupported(
             f"rotary: q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)} "
             f"are not [B, h, S, D] and [B, hk, S, D] of one dtype, and [B or 1, S, R] twice with an even R <= D"

@@ -97,7 +97,7 @@ class DistributedNorm(TensorParallel_Layer):
         if gate is not None:
             wide = torch.promote_types(x.dtype, torch.float32)
             x = x.to(wide) * F.silu(gate.to(wide))
-        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
         return normalise_over_group(x, self.tp, norm, weight, bias).to(hidden_states.dtype)
 
 

@@ -118,7 +118,7 @@ class SiblingInput:
             layer = slot()
             if layer is None:
                 return None
-            weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+            weight, bias = layer._parameters.get("weight"), getattr(layer, "bias", None)  # pruned, it is no Parameter
             if type(weight) is not nn.Parameter or (bias is not None and type(bias) is not nn.Parameter):
                 return None
             weights.append(weight)

@@ -8,15 +8,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
+from transformers.models.llama import modeling_llama
 
 import autotp
 from autotp.comm import TPGroup
-from autotp.errors import PlanError
+from autotp.errors import KernelUnsupported, PlanError
 from autotp.inject import block
 from autotp.inject.block import find_fusions, find_gated, find_norm, fuse_modules
+from autotp.inject.forwards import remove_forward
 from autotp.inject.plan import Fusion, Plan
 from autotp.inject.rotary import find_variant
+from autotp.inject.rotary import fused as fused_rotary
 from autotp.layers.base import TensorParallel_Layer
 from tests.models import batch, tiny
 
@@ -341,3 +346,179 @@ def test_modules_of_one_kind_are_tried_out_once(monkeypatch):
     fusions = find_fusions(model)
     assert [(f.name, f.eps) for f in fusions] == [("0", 1e-6), ("1", 1e-6), ("2", 1e-5), ("3", 1e-6), ("4", 1e-6)]
     assert [name for name in tried if name] == ["0", "2", "3", "4"]
+
+
+class Counting(Norm):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Measuring(Norm):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        self.largest.copy_(x.detach().abs().max())
+        return super().forward(x)
+
+
+class InFloat32(Norm):
+    def forward(self, x):
+        return super().forward(x.float()).float()
+
+
+class ClampedInHalf(Norm):
+    def forward(self, x):
+        y = super().forward(x)
+        return y.clamp(max=0.5) if x.dtype is torch.float16 else y
+
+
+class HardlyDropped(Gated):
+    def forward(self, x):
+        return self.c(F.dropout(F.silu(self.b(x)) * self.a(x), 1e-9, self.training))
+
+
+@pytest.mark.parametrize("cls", [Counting, Measuring, InFloat32, ClampedInHalf, HardlyDropped])
+def test_what_does_more_than_its_numbers_tell(cls):
+    module = cls()
+    assert find_fusions(module) == ()
+    assert getattr(module, "calls", 0) == 0
+
+
+class DroppedLater(Gated):
+    def __init__(self):
+        super().__init__()
+        self.p, self.act = 0.0, F.silu
+
+    def forward(self, x):
+        return self.c(F.dropout(self.act(self.b(x)) * self.a(x), self.p, self.training))
+
+
+def edit_eps(model):
+    for name, module in model.named_modules():
+        if "norm" in name:
+            module.variance_epsilon = 0.5
+
+
+def edit_activation(model):
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.ReLU()
+
+
+@pytest.mark.parametrize("edit", [edit_eps, edit_activation])
+def test_attributes_set_afterwards_are_heeded(edit):
+    plain = tiny("llama")
+    fused, inputs = copy.deepcopy(autotp.parallelize(copy.deepcopy(plain), one_rank(), logits="full")), batch(plain)
+    before, _ = gradients(fused, inputs)
+    edit(plain), edit(fused)
+    (loss, want), (own, got) = gradients(plain, inputs), gradients(fused, inputs)
+    assert abs(before - loss) > 1e-3 and abs(loss - own) <= 1e-6
+    assert all(torch.allclose(got[name], grad, rtol=1e-4, atol=1e-6) for name, grad in want.items())
+
+
+def fuse(module):
+    fused: Any = copy.deepcopy(module)
+    fuse_modules(fused, Plan(1, "Module", fused=find_fusions(fused)))
+    assert type(fused) is not type(module)
+    return fused
+
+
+def test_dropout_and_functions_set_afterwards():
+    plain, x = DroppedLater(), torch.randn(64, 6)
+    fused = fuse(plain)
+    plain.act = fused.act = F.relu
+    assert torch.allclose(fused(x), plain(x), atol=1e-6)
+    fused.p = 0.5
+    assert not torch.equal(fused(x), fused(x))
+    remove_forward(fused)
+    assert set(vars(fused)) == set(vars(plain))
+
+
+class BiasedNorm(Norm):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        return F.layer_norm(x, (8,), self.weight, self.bias, self.eps)
+
+
+def test_a_pruned_bias_is_still_added():
+    plain, x = BiasedNorm(), torch.randn(3, 8)
+    fused = fuse(plain)
+    prune.random_unstructured(fused, "bias", 0.5)
+    plain.bias = nn.Parameter(fused.bias.detach().clone())
+    assert torch.allclose(fused(x), plain(x), atol=1e-6)
+
+
+def test_what_differentiates_forward_takes_the_plain_forward():
+    plain, x = tiny("llama"), torch.randn(2, 3, 8)
+    fused, inputs = autotp.parallelize(copy.deepcopy(plain), one_rank(), logits="full"), batch(plain)
+
+    def loss(parameters, model):
+        return torch.func.functional_call(model, parameters, kwargs=inputs).loss
+
+    want = torch.func.grad(loss)(dict(plain.named_parameters()), plain)
+    got = torch.func.grad(loss)(dict(fused.named_parameters()), fused)
+    assert all(torch.allclose(got[name], grad, rtol=1e-4, atol=1e-6) for name, grad in want.items())
+    norm = Norm()
+    layer, own = fuse(Layer()), Layer()
+    assert torch.allclose(torch.func.jvp(fuse(norm), (x,), (x,))[1], torch.func.jvp(norm, (x,), (x,))[1], atol=1e-6)
+    assert torch.allclose(torch.vmap(layer)(x), own(x), atol=1e-6)
+    with forward_ad.dual_level():
+        tangents = [forward_ad.unpack_dual(each(forward_ad.make_dual(x, x))).tangent for each in (layer, own)]
+    assert torch.allclose(*tangents, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_found_in_any_mode(mode):
+    model = tiny("llama")
+    with mode():
+        assert count(find_fusions(model)) == FOUND["llama"]
+
+
+@pytest.mark.parametrize("setting", ["triton", "norm_forward=triton", "torch"])
+def test_found_whatever_backend_is_asked_for(setting, monkeypatch):
+    monkeypatch.setenv("AUTOTP_BACKEND", setting)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = tiny("llama")
+    plan = autotp.make_plan(model, 1)
+    assert count(plan.fused) == FOUND["llama"]
+    model = autotp.parallelize(model, one_rank(), plan=plan)
+    with pytest.raises(KernelUnsupported, match="no backend"):
+        model(**batch(model))
+
+
+def test_adapters_may_give_another_dtype_or_shape():
+    plain, x = Gated(), torch.randn(3, 6)
+    fused = fuse(plain)
+    for module in (plain, fused):
+        module.register_module("a", nn.Sequential(nn.Flatten(), nn.Linear(6, 1).requires_grad_(False)))
+    fused.a = plain.a
+    assert torch.allclose(fused(x), plain(x), atol=1e-6)
+    fused.b.register_forward_hook(lambda module, args, output: output.double())
+    fused.c.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    assert torch.allclose(fused(x), plain(x), atol=1e-6)
+
+
+def test_a_rotary_function_patched_before_or_after_is_called(monkeypatch):
+    plain = tiny("llama")
+    before = autotp.parallelize(copy.deepcopy(plain), one_rank(), logits="full")
+    inputs, own = batch(plain), modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin, unsqueeze_dim=1: own(2 * q, k, cos, sin))
+    after = autotp.parallelize(copy.deepcopy(plain), one_rank(), logits="full")
+    want = plain(**inputs).logits
+    assert torch.allclose(before(**inputs).logits, want, atol=1e-5) and torch.allclose(after(**inputs).logits, want, atol=1e-5)
+
+
+def test_rotary_of_shapes_that_broadcast():
+    q, k = torch.randn(1, 3, 5, 8), torch.randn(1, 1, 5, 8)
+    for cos in (torch.randn(2, 5, 8), torch.randn(1, 1, 8)):
+        got, want = fused_rotary(rotate, "half")(rotate, q, k, cos, cos), rotate(q, k, cos, cos)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import autotp
@@ -268,3 +269,19 @@ def check_two_regions(group):
 
 def test_two_regions_that_read_one_tensor_share_one_reduction(ranks):
     ranks.run(check_two_regions)
+
+
+def check_changed_bias(group):
+    whole, mine = tiny("qwen2"), autotp.parallelize(tiny("qwen2"), group, logits="full")
+    ids = {"input_ids": torch.arange(12).view(1, 12)}
+    mine(**ids)
+    for model in (whole, mine):
+        for layer in model.model.layers:
+            prune.identity(layer.self_attn.q_proj, "bias")
+            parametrize.register_parametrization(layer.self_attn.v_proj, "bias", nn.Tanh())
+    for _ in range(2):
+        assert torch.allclose(mine(**ids).logits, whole(**ids).logits, atol=1e-4)
+
+
+def test_biases_pruned_or_parametrized_afterwards_are_added(ranks):
+    ranks.run(check_changed_bias)
