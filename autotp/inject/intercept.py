@@ -109,19 +109,23 @@ class Interceptor(TorchFunctionMode):
 def keep_state(model: nn.Module) -> Iterator[None]:
     """What a forward stores on the modules (caches, states) is gone afterwards."""
     before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    buffers = [(b, b.detach().clone(), b._version) for b in model.buffers()]
     kept = [(value, dict(value)) for _, own, _ in before for key, value in own.items() if type(value) is dict and key[:1] != "_"]
     try:
         yield
     finally:
+        for buffer, value, version in buffers:
+            if buffer._version != version:  # running means, counters
+                buffer.data.copy_(value)
         for value, items in kept:  # caches by key
             value.clear()
             value.update(items)
-        for module, attributes, buffers in before:
+        for module, attributes, own in before:
             for key in set(vars(module)) - set(attributes):
                 del module.__dict__[key]
             module.__dict__.update(attributes)
             module._buffers.clear()
-            module._buffers.update(buffers)
+            module._buffers.update(own)
 
 
 @contextmanager
