@@ -31,15 +31,28 @@ NARROW = {torch.float32, torch.float16, torch.bfloat16}
 COMPLEX = {torch.complex64, torch.complex32}
 
 
+_NUMBERS = {Tensor.item, Tensor.__float__, Tensor.__bool__, Tensor.__int__, Tensor.tolist}
+_NUMBERS |= {Tensor.__gt__, Tensor.__ge__, Tensor.__lt__, Tensor.__le__, torch.gt, torch.ge, torch.lt, torch.le}
+_NUMBERS |= {Tensor.gt, Tensor.ge, Tensor.lt, Tensor.le}
+
+
 class Interceptor(TorchFunctionMode):
     """Shows every site to `respond`, which returns its output; everything else runs, in float64, on stand-ins with numbers."""
 
-    def __init__(self, shadow: Shadow, respond: Callable[[Operands, str, Any, tuple, dict], Tensor]) -> None:
+    def __init__(
+        self,
+        shadow: Shadow,
+        respond: Callable[[Operands, str, Any, tuple, dict], Tensor],
+        note: Callable[[Tensor], None] = lambda number: None,
+    ) -> None:
+        """`note` is shown every number of floating kind that Python reads, or compares: a branch may hang on it."""
         super().__init__()
-        self.shadow, self.respond, self.draws = shadow, respond, Draws()
+        self.shadow, self.respond, self.note, self.draws = shadow, respond, note, Draws()
 
     def __torch_function__(self, func, types_, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in _NUMBERS and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].numel() == 1:
+            self.note(args[0].detach())
         site = self._read(func, args, kwargs)
         if site is not None and not self.shadow.is_transparent(site[1], site[0]):
             return self.respond(*site, func, args, kwargs)

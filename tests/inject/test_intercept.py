@@ -80,3 +80,23 @@ def test_a_forward_that_writes_into_its_buffers_starts_from_the_same_numbers_eac
 def test_inputs_that_are_no_calls_are_refused(inputs):
     with pytest.raises(PlanError, match=r"inputs= is a .*: pass a dict of keyword arguments"):
         make_plan(Running(), 2, inputs=inputs)
+
+
+class Branching(nn.Module):
+    """Which branch is taken hangs on a sum over the hidden width."""
+
+    def __init__(self, test):
+        super().__init__()
+        self.up, self.down, self.test = nn.Linear(16, 32), nn.Linear(32, 16), test
+
+    def forward(self, x):
+        hidden = self.up(x)
+        return self.down(hidden.relu() if self.test(hidden.sum()) else 2 * hidden.relu())
+
+
+@pytest.mark.parametrize(
+    "test", [lambda s: float(s) > 0, lambda s: s > 1e6, lambda s: s.item() > 0], ids="float bool item".split()
+)
+def test_a_branch_on_a_sum_over_what_is_cut_is_no_region(test):
+    plan = make_plan(Branching(test), 2, inputs={"x": torch.randn(4, 16)})
+    assert not plan.regions and "a number that the forward reads" in str(plan)
