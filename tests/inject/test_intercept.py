@@ -95,7 +95,7 @@ class Branching(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "test", [lambda s: float(s) > 0, lambda s: s > 1e6, lambda s: s.item() > 0], ids="float bool item".split()
+    "test", [lambda s: float(s) > 0, lambda s: s > 1e6, lambda s: s.item() > 0], ids=["float", "bool", "item"]
 )
 def test_a_branch_on_a_sum_over_what_is_cut_is_no_region(test):
     plan = make_plan(Branching(test), 2, inputs={"x": torch.randn(4, 16)})
