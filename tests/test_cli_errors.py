@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import autotp.cli.ranks
 import autotp.cli.train
 from autotp.cli.checks import check_ranks
 from autotp.cli.main import main
-from autotp.cli.ranks import explain_memory, is_memory_error
+from autotp.cli.ranks import explain_memory, is_memory_error, run_ranks
 from autotp.cli.train import train_rank
 from autotp.errors import AutoTPError
 from autotp.train.launch import send_message
@@ -203,6 +204,15 @@ def test_a_rank_is_killed(checkpoint, tmp_path, message, monkeypatch):
     assert re.search(r"rank 1 failed: process \d+ was killed by SIGKILL. The other 1 rank\(s\) were ended.", said)
     assert f"--resume {tmp_path / 'checkpoint-5'}" in said and ". The newest checkpoint is" in said and ".." not in said
     assert "--- rank 0" in (tmp_path / "autotp.log").read_text()  # what the other one saw
+
+
+def test_an_interrupt_before_the_ranks_wrote_their_log_stays_one(tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(autotp.cli.ranks, "launch_ranks", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(print, 1, log=str(tmp_path / "autotp.log"))
 
 
 def test_a_bug_is_one_message_too(checkpoint, tmp_path, message, monkeypatch):

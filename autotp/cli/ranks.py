@@ -78,8 +78,9 @@ def run_ranks(
 
 
 def _forget(path: str, log: str | None) -> None:
-    if log is None or not Path(path).stat().st_size:
-        Path(path).unlink(missing_ok=True)
+    file = Path(path)
+    if log is None or (file.is_file() and not file.stat().st_size):  # ranks that ended early have made none
+        file.unlink(missing_ok=True)
 
 
 def explain_end(error: RankFailed, size: int) -> str:

@@ -31,15 +31,28 @@ NARROW = {torch.float32, torch.float16, torch.bfloat16}
 COMPLEX = {torch.complex64, torch.complex32}
 
 
+_NUMBERS = {Tensor.item, Tensor.__float__, Tensor.__bool__, Tensor.__int__, Tensor.tolist}
+_NUMBERS |= {Tensor.__gt__, Tensor.__ge__, Tensor.__lt__, Tensor.__le__, torch.gt, torch.ge, torch.lt, torch.le}
+_NUMBERS |= {Tensor.gt, Tensor.ge, Tensor.lt, Tensor.le}
+
+
 class Interceptor(TorchFunctionMode):
     """Shows every site to `respond`, which returns its output; everything else runs, in float64, on stand-ins with numbers."""
 
-    def __init__(self, shadow: Shadow, respond: Callable[[Operands, str, Any, tuple, dict], Tensor]) -> None:
+    def __init__(
+        self,
+        shadow: Shadow,
+        respond: Callable[[Operands, str, Any, tuple, dict], Tensor],
+        note: Callable[[Tensor], None] = lambda number: None,
+    ) -> None:
+        """`note` is shown every number of floating kind that Python reads, or compares: a branch may hang on it."""
         super().__init__()
-        self.shadow, self.respond, self.draws = shadow, respond, Draws()
+        self.shadow, self.respond, self.note, self.draws = shadow, respond, note, Draws()
 
     def __torch_function__(self, func, types_, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in _NUMBERS and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].numel() == 1:
+            self.note(args[0].detach())
         site = self._read(func, args, kwargs)
         if site is not None and not self.shadow.is_transparent(site[1], site[0]):
             return self.respond(*site, func, args, kwargs)
@@ -109,19 +122,23 @@ class Interceptor(TorchFunctionMode):
 def keep_state(model: nn.Module) -> Iterator[None]:
     """What a forward stores on the modules (caches, states) is gone afterwards."""
     before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    buffers = [(b, b.detach().clone(), b._version) for b in model.buffers()]
     kept = [(value, dict(value)) for _, own, _ in before for key, value in own.items() if type(value) is dict and key[:1] != "_"]
     try:
         yield
     finally:
+        for buffer, value, version in buffers:
+            if buffer._version != version:  # running means, counters
+                buffer.data.copy_(value)
         for value, items in kept:  # caches by key
             value.clear()
             value.update(items)
-        for module, attributes, buffers in before:
+        for module, attributes, own in before:
             for key in set(vars(module)) - set(attributes):
                 del module.__dict__[key]
             module.__dict__.update(attributes)
             module._buffers.clear()
-            module._buffers.update(buffers)
+            module._buffers.update(own)
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def _run_ranks(reference: Reference, locals_: list[Shadow], plan: Plan, threads:
         run = RankRun(reference, locals_[rank], plan.shards, rank, parts)
         try:
             with torch.enable_grad():
-                with keep_state(locals_[rank].model), Interceptor(locals_[rank], run.respond):
+                with keep_state(locals_[rank].model), Interceptor(locals_[rank], run.respond, run.note):
                     output = locals_[rank].model(**run.arguments())
                 outputs = [t for t in flatten(output) if t.is_floating_point()]
                 results[rank] = (run, *run.finish(outputs))

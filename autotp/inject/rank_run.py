@@ -52,7 +52,7 @@ class RankRun:
     ) -> None:
         """`values=False` compares shapes alone, where a norm over all ranks can't be right on one."""
         self.reference, self.shadow, self.shards, self.rank, self.values = reference, shadow, shards, rank, values
-        self.part = parts[rank]
+        self.part, self.read = parts[rank], 0
         self.seen: dict[str, int] = defaultdict(int)
         self.roles: dict[SiteKey, tuple[Any, Any]] = {}
         self.leaves: list[tuple[int, Tensor]] = []
@@ -106,6 +106,13 @@ class RankRun:
         same = op.weight.shape == expected.shape and not self.values
         compare(op.weight, op.weight if same else expected, f"{site.parameter}: the weight computed from it", self.rank)
         return mix
+
+    def note(self, number: Tensor) -> None:
+        """A number that Python reads or compares on this rank: the whole model's, or ranks may take other branches."""
+        expected = self.reference.record.numbers
+        if self.values and self.read < len(expected):
+            compare(number, expected[self.read].view_as(number), "a number that the forward reads from a tensor", self.rank)
+        self.read += 1
 
     def role(self, site: Site) -> tuple[Any, Any]:
         """`(dim, indices)` of a cut of the site's input columns, and of its output columns, for this rank."""

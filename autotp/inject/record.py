@@ -107,6 +107,7 @@ class Record:
     order: list[tuple[SiteKey, int]] = field(default_factory=list)
     module_calls: dict[str, list[ModuleCall]] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
+    numbers: list[Tensor] = field(default_factory=list)  # that Python read or compared
 
 
 class Recorder:
@@ -125,7 +126,12 @@ class Recorder:
         Raises:
             whatever the forward raises.
         """
-        with keep_state(self.shadow.model), self._hooks(), running(), Interceptor(self.shadow, self._respond):
+        with (
+            keep_state(self.shadow.model),
+            self._hooks(),
+            running(),
+            Interceptor(self.shadow, self._respond, self.record.numbers.append),
+        ):
             output = self.shadow.model(**call)
         self.record.outputs += [t for t in flatten(output) if t.is_floating_point()]
 

@@ -67,7 +67,7 @@ def make_plan(
         PlanError: what the plan names does not exist, is half a pair, or can't be dealt to `tp_size` ranks.
         ProofError: a given plan, or a hint, does not compute what the model does.
     """
-    if not isinstance(tp_size, int) or tp_size < 1:
+    if type(tp_size) is not int or tp_size < 1:
         raise PlanError(f"tp_size={tp_size!r} is not a number of ranks")
     if head not in ("auto", "whole"):
         raise PlanError(f"head={head!r} is neither 'auto' nor 'whole'")

@@ -101,6 +101,8 @@ def record_runs(
         PlanError: no call runs.
     """
     reduction = find_reduction(model) if reduce else Reduction({})
+    if inputs is not None:
+        inputs = read_inputs(inputs)
     recording = Recording(model, inputs, forwards or {})
     left = [reduction, replace(reduction, emptied=False), Reduction({})] if reduction else [reduction]
     while True:
@@ -168,12 +170,12 @@ class Recording:
                 warnings.simplefilter("ignore")
                 recorder.run(call)
             if not recorder.record.sites:
-                raise PlanError("no linear map of a Parameter was seen")
+                raise PlanError(f"no linear map of a Parameter was seen in {type(self.model).__name__}, so nothing can be split")
             calls.append(call)
             records.append(recorder.record)
 
         if self.inputs is not None:
-            for call in [self.inputs] if isinstance(self.inputs, dict) else self.inputs:
+            for call in self.inputs:
                 run(dict(call))
         else:
             wide = sum(parameter.numel() for parameter in self.model.parameters()) > WIDE
@@ -182,6 +184,19 @@ class Recording:
                 make_examples(self.model, batch, length, seed, run, lambda first=first: runs_like(shadow, records[first:]))
                 drop_repeats(calls, records, first)
         return Runs(shadow, reduction, calls, records, self)
+
+
+def read_inputs(inputs: Any) -> list[Mapping[str, Any]]:
+    """The calls that a caller's `inputs` stand for.
+
+    Raises:
+        PlanError: they are neither one call's keyword arguments nor a list of such.
+    """
+    calls = [inputs] if isinstance(inputs, Mapping) else inputs
+    if not isinstance(calls, (list, tuple)) or not calls or not all(isinstance(call, Mapping) for call in calls):
+        given = f"{type(inputs).__name__}{' of no calls' if isinstance(calls, (list, tuple)) and not calls else ''}"
+        raise PlanError(f"inputs= is a {given}: pass a dict of keyword arguments of the model's forward, or a list of them")
+    return list(calls)
 
 
 def names_run(records: Sequence[Record]) -> set[str]:

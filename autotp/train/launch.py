@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,7 @@ class _Ranks:
         self.processes: list[Any] = []
         self.results: dict[int, Any] = {}
         self.failures: dict[int, dict[str, Any]] = {}
+        resource_tracker.ensure_running()  # its start unblocks the signals again, and the first rank would start with them
         with _blocked_signals():  # the ranks inherit this, and begin to listen when they can
             for rank in range(size):
                 ours, theirs = context.Pipe(duplex=False)

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from autotp.errors import PlanError
 from autotp.inject.intercept import Interceptor, running
 from autotp.inject.record import Recorder
+from autotp.inject.rules import make_plan
 from autotp.inject.shadow import Shadow
 
 CONVOLUTIONS = {
@@ -51,3 +53,50 @@ def test_many_channels_take_no_convolution():
         Recorder(shadow).run({"input": torch.randn(1, 512, 5, dtype=torch.float64)})
     names = {event.key for event in profile.key_averages()}
     assert "aten::mul" in names and "aten::convolution" not in names
+
+
+class Running(nn.Module):
+    """Writes a running mean into its buffer in every forward, in evaluation too."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, x):
+        hidden = self.up(x)
+        self.mean.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        return self.down(torch.relu(hidden - self.mean))
+
+
+def test_a_forward_that_writes_into_its_buffers_starts_from_the_same_numbers_each_time():
+    model = Running()
+    plan = make_plan(model, 2, inputs={"x": torch.randn(4, 16)})
+    assert plan.proof == "proved" and {module.name for module in plan.modules} >= {"up", "down"}
+    assert not model.mean.any()
+
+
+@pytest.mark.parametrize("inputs", [[], torch.ones(2, 16), [torch.ones(2, 16)]], ids=["no calls", "a tensor", "tensors"])
+def test_inputs_that_are_no_calls_are_refused(inputs):
+    with pytest.raises(PlanError, match=r"inputs= is a .*: pass a dict of keyword arguments"):
+        make_plan(Running(), 2, inputs=inputs)
+
+
+class Branching(nn.Module):
+    """Which branch is taken hangs on a sum over the hidden width."""
+
+    def __init__(self, test):
+        super().__init__()
+        self.up, self.down, self.test = nn.Linear(16, 32), nn.Linear(32, 16), test
+
+    def forward(self, x):
+        hidden = self.up(x)
+        return self.down(hidden.relu() if self.test(hidden.sum()) else 2 * hidden.relu())
+
+
+@pytest.mark.parametrize(
+    "test", [lambda s: float(s) > 0, lambda s: s > 1e6, lambda s: s.item() > 0], ids=["float", "bool", "item"]
+)
+def test_a_branch_on_a_sum_over_what_is_cut_is_no_region(test):
+    plan = make_plan(Branching(test), 2, inputs={"x": torch.randn(4, 16)})
+    assert not plan.regions and "a number that the forward reads" in str(plan)

@@ -1,7 +1,10 @@
 """Ranks that are started here: their results and messages, who failed and how, and signals."""
 
+import ast
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -56,6 +59,21 @@ def wait_for_ever():
     time.sleep(60)
 
 
+class Blocked:
+    """Arrives in a rank as the signals that were blocked there when it was unpickled, before any code of the rank ran."""
+
+    def __reduce__(self):
+        return read_blocked, ()
+
+
+def read_blocked():
+    return {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())}
+
+
+def give_back(value):
+    return value
+
+
 def interrupt_self(message):
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -97,3 +115,10 @@ def test_second_signal_kills():
 def test_a_signal_that_nobody_handles_ends_the_ranks():
     with pytest.raises(KeyboardInterrupt):
         launch_ranks(wait_for_ever, 1, on_message=interrupt_self)
+
+
+def test_the_first_rank_of_a_process_starts_with_signals_blocked():
+    """A Ctrl-C in a terminal reaches every process, and one that still imports could only print a traceback and end."""
+    code = "from tests.train.test_launch import *; print(launch_ranks(give_back, 1, Blocked()))"  # nothing was spawned before
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ast.literal_eval(done.stdout) >= {signal.SIGINT, signal.SIGTERM}
