@@ -104,15 +104,20 @@ def fuse_modules(model: nn.Module, plan: Plan) -> None:
             replace_forward(module, fusion.name, forward, _tried(module))
 
 
-def _tried(module: nn.Module, parts: tuple[str, ...] = ()) -> tuple[tuple[str, Any], ...]:
+def _tried(module: nn.Module, parts: tuple[str, ...] = ()) -> tuple[tuple[Any, Any], ...]:
     """Attributes and children of `module` that decide what it computes: whoever sets one (an activation, an eps) gets it.
 
     Not sizes, which sharding edits, nor the children `parts`, which are called as modules, nor objects like configs.
     """
     called = {part.partition("[")[0] for part in parts}
+    children = {k: v for k, v in module._modules.items() if k not in called}
+    inside = {(k, key): v for k, child in children.items() if child is not None for key, v in _plain(child).items()}
+    return tuple((_plain(module) | children | inside).items())
+
+
+def _plain(module: nn.Module) -> dict[Any, Any]:
     own = {k: v for k, v in vars(module).items() if k not in OWN and not k.startswith("_is_hf")}
-    plain = {k: v for k, v in own.items() if v is None or isinstance(v, bool | float | str) or callable(v)}
-    return tuple((plain | {k: v for k, v in module._modules.items() if k not in called}).items())
+    return {k: v for k, v in own.items() if v is None or isinstance(v, bool | float | str) or callable(v)}
 
 
 # -- norms ----------------------------------------------------------------------------------------------------------------

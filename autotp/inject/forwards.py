@@ -46,11 +46,11 @@ def find_forward(forwards: Mapping[str, Forward], module: str, label: str) -> Fo
     return function
 
 
-def replace_forward(module: nn.Module, name: str, function: Forward, tried: tuple[tuple[str, Any], ...] = ()) -> None:
+def replace_forward(module: nn.Module, name: str, function: Forward, tried: tuple[tuple[Any, Any], ...] = ()) -> None:
     """Give `module` `function(module, ...)` as its forward; nothing where it has it already.
 
     Args:
-        tried: attributes and children that `function` may ask `is_as_tried` about.
+        tried: what `function` may ask `is_as_tried` about: name of an attribute or child, or `(child, its attribute)`; and value.
 
     Raises:
         PlanError: something else replaced its forward before.
@@ -68,7 +68,7 @@ def is_as_tried(module: nn.Module) -> bool:
     """Whether the attributes and children that `replace_forward` noted are still those; a deepcopy has copies of both."""
     own, children = module.__dict__, module._modules
     for key, value in own.get(TRIED, ()):
-        now = own[key] if key in own else children.get(key)
+        now = own[key] if key in own else children.get(key) if type(key) is str else getattr(children.get(key[0]), key[1], None)
         if now is not value and not (isinstance(value, float | str) and now == value):
             return False
     return True

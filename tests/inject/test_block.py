@@ -411,9 +411,14 @@ def edit_activation(model):
         layer.mlp.act_fn = nn.ReLU()
 
 
-@pytest.mark.parametrize("edit", [edit_eps, edit_activation])
+def edit_inside_the_activation(model):
+    for layer in model.model.layers:
+        layer.mlp.act_fn.negative_slope = 0.9
+
+
+@pytest.mark.parametrize("edit", [edit_eps, edit_activation, edit_inside_the_activation])
 def test_attributes_set_afterwards_are_heeded(edit):
-    plain = tiny("llama")
+    plain = tiny("llama", hidden_act="leaky_relu" if edit is edit_inside_the_activation else "silu")
     fused, inputs = copy.deepcopy(autotp.parallelize(copy.deepcopy(plain), one_rank(), logits="full")), batch(plain)
     before, _ = gradients(fused, inputs)
     edit(plain), edit(fused)
