@@ -57,16 +57,20 @@ def check_ties(model: nn.Module, plan: Plan) -> None:
     Raises:
         PlanError: naming both, and what is planned for each.
     """
-    shards, first = plan.shards, {}
-    for name, parameter in held_parameters(model):
-        other = first.setdefault(id(parameter), name)
-        if shards.get(name) != shards.get(other):
-            split, whole = (other, name) if other in shards else (name, other)
-            what = "in another way" if whole in shards else "not at all"
-            raise PlanError(
-                f"{split} and {whole} are one tied tensor, but the plan splits the first and the second {what}. Plan both alike: "
-                f"'whole' for both modules (or head='whole'), or 'embedding_rowwise' and 'colwise_gather_output'."
-            )
+    for name, other in split_ties(model, plan):
+        split, whole = (other, name) if other in plan.shards else (name, other)
+        what = "in another way" if whole in plan.shards else "not at all"
+        raise PlanError(
+            f"{split} and {whole} are one tied tensor, but the plan splits the first and the second {what}. Plan both alike: "
+            f"'whole' for both modules (or head='whole'), or 'embedding_rowwise' and 'colwise_gather_output'."
+        )
+
+
+def split_ties(model: nn.Module, plan: Plan) -> list[tuple[str, str]]:
+    """Two names of one tensor for which a plan says different things, for each name beside the tensor's first."""
+    first: dict[int, str] = {}
+    pairs = [(name, first.setdefault(id(parameter), name)) for name, parameter in held_parameters(model)]
+    return [(name, other) for name, other in pairs if plan.shards.get(name) != plan.shards.get(other)]
 
 
 def check_units(plan: Plan) -> None:

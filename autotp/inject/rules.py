@@ -15,8 +15,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ..errors import PlanError, ProofError
+from ..layers.base import held_parameters
 from . import plan as styles
-from .assemble import assemble_specs, check_plan, check_ties, check_units, finish_plan, list_whole, read_versions
+from .assemble import assemble_specs, check_plan, check_ties, check_units, finish_plan, list_whole, read_versions, split_ties
 from .auto import Planner
 from .block import check_fusions, find_fusions
 from .cache import drop_plan, make_key, read_plan, write_plan
@@ -181,9 +182,9 @@ def prove_forwards(model: nn.Module, inputs: Any, hints: Hints) -> None:
 
 
 def _discover_beside(
-    model: nn.Module, runs: Runs, tp_size: int, head: str, inputs: Any, whole: dict[str, str], hints: Hints
+    model: nn.Module, runs: Runs, tp_size: int, head: str, inputs: Any, whole: dict[str, str], hints: Hints, apart: Any = ()
 ) -> Plan:
-    """The plan of everything but the modules `whole`, name -> why.
+    """The plan of everything but the modules `whole`, name -> why, and the Parameters `apart`.
 
     Raises:
         ProofError: the vocabulary's split does not prove.
@@ -200,7 +201,8 @@ def _discover_beside(
     sizes, rewrite = count_parameters(model), partial(rewrite_modules, forwards=hints.forwards)
     for name in (half := runs.half_run()):
         reasons.setdefault(name, "held in several places, some of which no example call runs")
-    blocked = edge_parameters(model) | half
+    reasons |= dict.fromkeys(apart, "shares a Parameter with a module that would be split otherwise")
+    blocked = edge_parameters(model) | half | set(apart)
 
     def start(runs: Runs, as_trained: bool = False) -> Planner:
         return Planner(runs, tp_size, blocked, sizes, assemble, rewrite, hints, as_trained)
@@ -221,6 +223,10 @@ def _discover_beside(
         _prove_as_trained(made, runs, rewrite)
     except ProofError:
         made = _find_as_trained(runs, start, partial(record_runs, model, inputs, False, hints.forwards))
+    if (ties := split_ties(model, made)) and not apart:
+        owners = {name.rpartition(".")[0] for pair in ties for name in pair}
+        apart = {name for name, _ in held_parameters(model) if name.rpartition(".")[0] in owners}
+        return _discover_beside(model, runs, tp_size, head, inputs, whole, hints, apart)
     check_ties(model, made)
     return made
 

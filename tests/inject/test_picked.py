@@ -183,3 +183,21 @@ def test_picked_modules_with_hints_of_their_own_stand_for_no_other():
         make_plan(model, 2, inputs={"x": x}, attrs=attrs)
     plan = make_plan(model, 2, inputs={"x": x}, attrs={"adapters.*": {"size": (3, 4)}})
     assert all(plan[f"adapters.{name}"].attrs["size"] == (3, 4) for name in ("de", "en", "fr"))
+
+
+class OneBias(nn.Module):
+    """Two linears that share a bias, one of which would be split by its columns and the other by its rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.rest = nn.Linear(16, 16), nn.Linear(16, 16), Expert(16)
+        self.down.bias = self.up.bias
+
+    def forward(self, x):
+        return self.rest(self.down(self.up(x).relu()))
+
+
+def test_what_can_not_be_split_alike_stays_whole():
+    plan = make_plan(OneBias(), 2, inputs={"x": torch.randn(2, 5, 16)})
+    assert set(plan.shards) == {"rest.up.weight", "rest.up.bias", "rest.down.weight"} and plan.proof == "proved"
+    assert "shares a Parameter" in {entry.name: entry.reason for entry in plan.whole}["up.weight"]
