@@ -38,6 +38,7 @@ from .base import TensorParallel_Layer, insert_class
 from .embedding import column_shard, gather_columns
 from .product import make_spec, sum_owned
 from .siblings import SiblingInput
+from .tokens import TokenStream
 
 
 class ParallelLinear(TensorParallel_Layer):
@@ -137,6 +138,20 @@ class ParallelLinear(TensorParallel_Layer):
         multiply = self._multiply_accumulating if wanted and self.accumulate_into_main_grad else self._multiply_plain
         return multiply(x, weight, None, False, False)
 
+    def multiply_scattered(self, x: Tensor, tokens: TokenStream) -> Tensor:
+        """`x @ w.T` summed over the ranks, plus the bias: of this rank's rows alone."""
+        return self.add_bias_of_rows(tokens.scatter(self.multiply_partial(x), self.reduce_dtype))
+
+    def add_bias_of_rows(self, y: Tensor) -> Tensor:
+        """This rank's rows `y` plus the bias, whose gradient is summed over the ranks: each one's is of its rows alone."""
+        bias = self.bias
+        if bias is None:
+            return y
+        if bias.requires_grad and torch.is_grad_enabled():
+            accumulated = into_main_grad(bias, f"{self.full_name}.bias") if self.accumulate_into_main_grad else bias
+            bias = copy_to_group(accumulated, self.tp, torch.promote_types(bias.dtype, torch.float32))
+        return y + bias.to(y.dtype)
+
     def _multiply_plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, enters: bool, leaves: bool) -> Tensor:
         """The same as operations that torch differentiates: on the host they cost less than one of ours."""
         if "weight" in self.copied and weight.requires_grad:
@@ -201,7 +216,10 @@ class LinearLayer(ParallelLinear, nn.Linear):
         if siblings is not None and siblings.members > 1:
             y = siblings.multiply(self, input)
         else:
-            y = self.multiply(input, enters=siblings is not None and self.tp.tp_size > 1)
+            enters = siblings is not None and self.tp.tp_size > 1
+            if siblings is not None and siblings.tokens is not None and siblings.tokens.find_local(input) is not None:
+                input, enters = siblings.enter(input), False
+            y = self.multiply(input, enters=enters)
         return gather_columns(y, self.shards["weight"], self.out_dim, self.tp) if self.gather_output else y
 
 
@@ -211,11 +229,13 @@ class LinearAllreduce(ParallelLinear, nn.Linear):
     Attributes:
         ends: SiblingInputs of the region that this layer closes.
         split_input: the input is whole: take this rank's part of it first.
+        tokens: the stream whose forward, where it deals tokens, takes this rank's rows of the sum.
     """
 
     cut_dim = 1
     ends: tuple[SiblingInput, ...] = ()
     split_input = False
+    tokens: TokenStream | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         for entered in self.ends:
@@ -224,6 +244,9 @@ class LinearAllreduce(ParallelLinear, nn.Linear):
             return self.multiply(input)
         if self.split_input:
             input = split_columns(input, self.shards["weight"], self.in_dim, self.tp)
+        tokens = self.tokens
+        if tokens is not None and tokens.layout is not None:
+            return self.multiply_scattered(input, tokens)
         return self.multiply(input, leaves=True)
 
 
@@ -263,6 +286,7 @@ class Conv1DAllreduce(ParallelLinear, Conv1D):
     op, out_dim, in_dim, cut_dim = "linear_transposed", 1, 0, 0
     ends: tuple[SiblingInput, ...] = ()
     split_input = False
+    tokens: TokenStream | None = None
     forward = LinearAllreduce.forward  # type: ignore[assignment]
     __repr__ = nn.Module.__repr__
 

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..collectives import copy_to_group, gather_rows_from_group, scatter_rows_to_group
+from ..collectives import gather_rows_from_group, scatter_rows_to_group
 from ..comm import TPGroup, resolve_group
 from ..errors import PlanError
-from ..kernels.main_grad import into_main_grad
 from ..shard import Shard
 from .linear import ParallelLinear, prepare
 
@@ -137,14 +136,7 @@ class Linear(ParallelLinear, nn.Linear):
             raise PlanError(
                 f"{self.full_name}: sequence_parallel deals dim 0 of {list(x.shape)} to {self.tp.tp_size} ranks: pad it first"
             )
-        bias = self.bias
-        y = scatter_rows_to_group(self.multiply_partial(x), self.tp, self.reduce_dtype)
-        if bias is None:
-            return y
-        if bias.requires_grad and torch.is_grad_enabled():
-            accumulated = into_main_grad(bias, f"{self.full_name}.bias") if self.accumulate_into_main_grad else bias
-            bias = copy_to_group(accumulated, self.tp, torch.promote_types(bias.dtype, torch.float32))  # of its rows alone
-        return y + bias.to(y.dtype)
+        return self.add_bias_of_rows(scatter_rows_to_group(self.multiply_partial(x), self.tp, self.reduce_dtype))
 
     def _check_rows(self, x: Tensor) -> Tensor:
         if x.dim() < 2:

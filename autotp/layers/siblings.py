@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from ..collectives import copy_to_group
 from ..comm import TPGroup
 from ..kernels.autocast import autocast_dtype
-from ..kernels.product import ProductSpec, multiply
+from ..kernels.product import Merged, ProductSpec, multiply
 from .product import make_spec, watches_operations
 from .side_by_side import ALIGNMENT_BYTES, Laid, can_lie, find_place, lay_together
+from .tokens import TokenStream, multiply_gathered
 
 
 class SiblingInput:
@@ -41,10 +42,13 @@ class SiblingInput:
 
     Args:
         group: the ranks; members: how many linears there are; reduce_dtype: in which the input's gradient is summed.
+        tokens: the stream whose dealt rows the input may have been gathered from: its gradient is reduce-scattered then.
     """
 
-    def __init__(self, group: TPGroup, members: int, reduce_dtype: torch.dtype | None = None) -> None:
-        self.group, self.members, self.reduce_dtype = group, members, reduce_dtype
+    def __init__(
+        self, group: TPGroup, members: int, reduce_dtype: torch.dtype | None = None, tokens: TokenStream | None = None
+    ) -> None:
+        self.group, self.members, self.reduce_dtype, self.tokens = group, members, reduce_dtype, tokens
         self._slots: list[Any] = [lambda: None] * members  # weak: a copy of one member is a member of no group
         self._spec: ProductSpec | None = None
         self._laid: Laid | None = None
@@ -54,7 +58,8 @@ class SiblingInput:
         self.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SiblingInput:
-        twin = memo[id(self)] = SiblingInput(self.group, self.members, self.reduce_dtype)
+        tokens = copy.deepcopy(self.tokens, memo)
+        twin = memo[id(self)] = SiblingInput(self.group, self.members, self.reduce_dtype, tokens)
         twin._strikes, twin._alone = dict(self._strikes), dict(self._alone)
         laid = self.find_laid()
         if laid is not None:
@@ -171,7 +176,7 @@ class SiblingInput:
         if wants:
             if laid is None and any(w.device != x.device or w.dtype != weights[0].dtype for w in weights):
                 return None
-            outputs = multiply(spec, x, weights, biases, None if laid is None else laid.merge())
+            outputs = self._run_product(spec, x, weights, biases, None if laid is None else laid.merge())
         elif laid is None or dtype is not None:
             return None
         else:
@@ -179,6 +184,12 @@ class SiblingInput:
             outputs = torch.unsafe_split_with_sizes(layer.run(x, merged.weight, merged.bias), laid.sizes, -1)
         self._round = held = _Round(x, grad, dtype, wants, weights, outputs)
         return held.give(layer.place)
+
+    def _run_product(self, spec: ProductSpec, x: Tensor, weights: Any, biases: Any, merged: Merged | None) -> Any:
+        local = None if self.tokens is None or not x.requires_grad else self.tokens.find_local(x)
+        if local is None:
+            return multiply(spec, x, weights, biases, merged)
+        return multiply_gathered(spec, self.group, x, local, weights, biases, merged, self.reduce_dtype)
 
     def _stays_alone(self, wants: bool) -> bool:
         """Whether members compute one by one; that changes between forwards, never between one and its recomputation."""
@@ -209,18 +220,22 @@ class SiblingInput:
     def enter(self, x: Tensor) -> Tensor:
         """`x` as sharded computation reads it; its gradient is the sum over all ranks and siblings."""
         if self.members == 1:
-            return copy_to_group(x, self.group, self.reduce_dtype)
+            return self._sum_gradient(x)
         # A compiler knows no versions, but itself sees to it that an edit of x is an edit of what was entered.
         state = (None if torch.compiler.is_compiling() else x._version, autocast_dtype(x))
         if self._source is not x or self._state != state:
             self._source, self._state, self._left = x, state, self.members
-            self._entered = copy_to_group(x, self.group, self.reduce_dtype)
+            self._entered = self._sum_gradient(x)
         entered = self._entered
         assert entered is not None
         self._left -= 1
         if self._left == 0:
             self.clear()
         return entered
+
+    def _sum_gradient(self, x: Tensor) -> Tensor:
+        gathered = None if self.tokens is None else self.tokens.enter(x, self.reduce_dtype)
+        return copy_to_group(x, self.group, self.reduce_dtype) if gathered is None else gathered
 
 
 class _Round:
