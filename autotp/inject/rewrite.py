@@ -20,7 +20,7 @@ from ..layers.base import check_usable, find_group, index_parameters, mark_broke
 from ..layers.entry import install_entry, remove_entry
 from ..layers.guards import install_guards, mark_model, unmark_model
 from ..layers.siblings import lay_siblings
-from ..layers.tokens import watch_collected
+from ..layers.tokens import watch_owners
 from .attributes import restore_attributes
 from .block import fuse_modules
 from .callsites import remove_fixes
@@ -250,7 +250,7 @@ def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str, fo
     lay_siblings(model)
     model.__dict__["autotp_plan"], model.__dict__["autotp_group"] = plan, group
     install_entry(model, group, plan.head, plan.loss, logits)
-    model.__dict__["autotp_entry"].handles += watch_collected(model)
+    model.__dict__["autotp_entry"].handles += watch_owners(model)
     install_guards(save=save_pretrained)
     mark_model(model, group)
     index_parameters(model)

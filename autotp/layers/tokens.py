@@ -58,6 +58,8 @@ class TokenStream:
     Attributes:
         group: the ranks; mode: True or "auto".
         layout: of the forward that runs, None where it deals nothing.
+        owners: how many modules run that hold both the layers and what joins the rows again; nothing is dealt outside all of
+            them. None where nobody counts.
         suspended: deal nothing: somebody collects what passes between the layers.
         local, full: what was gathered last, while its module runs.
     """
@@ -65,6 +67,7 @@ class TokenStream:
     def __init__(self, group: TPGroup, mode: bool | str) -> None:
         self.group, self.mode = group, mode
         self.layout: Layout | None = None
+        self.owners: int | None = None
         self.suspended = False
         self.local: Tensor | None = None
         self.full: Tensor | None = None
@@ -75,6 +78,7 @@ class TokenStream:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenStream:
         twin = memo[id(self)] = TokenStream(self.group, self.mode)
+        twin.owners = None if self.owners is None else 0
         return twin
 
     # -- which layout ---------------------------------------------------------------------------------------------------
@@ -82,7 +86,7 @@ class TokenStream:
     def choose(self, x: Tensor) -> Layout | None:
         """How the rows of `x` `[..., H]` are dealt; None where they are not: few, or a decoding step."""
         size, rows = self.group.tp_size, prod(x.shape[:-1])
-        if self.suspended or x.ndim < 2 or rows < size:
+        if self.suspended or self.owners == 0 or x.ndim < 2 or rows < size:
             return None
         trains = x.requires_grad or torch.is_grad_enabled()  # a reentrant checkpoint runs without gradients at first
         if not trains and x.ndim > 2 and x.shape[-2] == 1:
@@ -153,7 +157,7 @@ class TokenStream:
     def reset(self) -> None:
         """Forget the forward that ran: it has ended, or died half way."""
         self.layout = self.local = self.full = self._shared = None
-        self._inside = 0
+        self.suspended, self._inside = False, 0
 
     # -- moving rows ----------------------------------------------------------------------------------------------------
 
@@ -434,43 +438,53 @@ def install_tokens(module: Any, group: TPGroup, name: str, part: TokenPart) -> N
 # -- the edge -----------------------------------------------------------------------------------------------------------
 
 
-def watch_collected(model: nn.Module) -> list[Any]:
-    """Hooks on the modules around each chain: a forward whose caller collects what passes between layers deals nothing.
+def watch_owners(model: nn.Module) -> list[Any]:
+    """Hooks on the modules around each chain, which say when its tokens may be dealt.
 
     Returns:
         handles by which the hooks are removed.
     """
-    streams: dict[str, list[TokenStream]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, TokenModule) and module.autotp_tokens.first:
-            parts = name.split(".")
-            for depth in range(len(parts)):
-                streams.setdefault(".".join(parts[:depth]), []).append(module.autotp_tokens.stream)
+    around: dict[str, list[tuple[TokenStream, bool]]] = {}
+    parts = [(name, m.autotp_tokens) for name, m in model.named_modules() if isinstance(m, TokenModule)]
+    joins = {id(part.stream): name for name, part in parts if part.joins}
+    for name, part in parts:
+        if part.first:
+            part.stream.owners = 0
+            for owner in list_owners(name):
+                whole = owner in list_owners(joins[id(part.stream)])
+                around.setdefault(owner, []).append((part.stream, whole))
     handles = []
-    for name, found in streams.items():
+    for name, streams in around.items():
         module = model.get_submodule(name)
-        if type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict):
-            continue
-        module.__dict__["autotp_streams"] = found
-        handles.append(module.register_forward_pre_hook(begin_watch, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(end_watch, always_call=True))
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            module.__dict__["autotp_streams"] = streams
+            handles.append(module.register_forward_pre_hook(begin_owner, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(end_owner, always_call=True))
     return handles
 
 
-def begin_watch(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: suspend the streams inside if hidden states are asked for."""
-    if collects_states(module, args, kwargs):
-        for stream in module.__dict__["autotp_streams"]:
-            stream.suspended = True
+def list_owners(name: str) -> list[str]:
+    """Names of the modules that hold the module `name`, the root's first."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts))]
 
 
-def end_watch(module: Any, args: tuple[Any, ...], output: Any) -> None:
-    """Forward hook, run after an exception too: the next forward begins afresh."""
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
-        for stream in module.__dict__["autotp_streams"]:
-            stream.reset()
-    for stream in module.__dict__["autotp_streams"]:
-        stream.suspended = False
+def begin_owner(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: tokens may be dealt from here on, unless hidden states are asked for."""
+    collects = collects_states(module, args, kwargs)
+    for stream, whole in module.__dict__["autotp_streams"]:
+        if whole:
+            stream.owners += 1
+        stream.suspended |= collects and stream.owners > 0
+
+
+def end_owner(module: Any, args: tuple[Any, ...], output: Any) -> None:
+    """Forward hook, run after an exception too: behind the last owner nothing is left of its forward."""
+    for stream, whole in module.__dict__["autotp_streams"]:
+        if whole:
+            stream.owners = max(0, stream.owners - 1)
+            if stream.owners == 0:
+                stream.reset()
 
 
 def collects_states(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
