@@ -121,6 +121,7 @@ def rewrite_chain(model: nn.Module, chain: Chain, plan: Plan, group: TPGroup, st
         PlanError: what the plan says of a module does not fit it.
     """
     entries = {m.name: m.tokens for m in plan.modules if m.tokens is not None and m.tokens.chain == chain.name}
+    draws = any(tokens.draws for tokens in entries.values())
     for name in dict.fromkeys([*entries, *chain.layers, chain.join]):
         tokens, module = entries.get(name), model.get_submodule(name)
         if tokens is not None and tokens.leaves == "scatter":
@@ -142,7 +143,7 @@ def rewrite_chain(model: nn.Module, chain: Chain, plan: Plan, group: TPGroup, st
             slices=tokens is not None and tokens.leaves == "slice",
             joins=name == chain.join,
             summed=() if tokens is None else tokens.summed,
-            draws=tokens is not None and tokens.draws,
+            draws=draws and is_layer,
         )
         install_tokens(module, group, name, part)
 

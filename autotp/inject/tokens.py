@@ -252,7 +252,7 @@ class Layer:
                 found[last] = replace(found.get(last, TokenPlan(chain)), leaves="scatter")
             else:
                 found[name] = TokenPlan(chain, gathers, leaves="slice")
-        found[self.name] = TokenPlan(chain, summed=self._find_summed(found), draws=self._draws())
+        found[self.name] = TokenPlan(chain, summed=self._find_summed(found), draws=self._draws(found))
         return found
 
     def _rows_outside(self, name: str) -> list[str]:
@@ -284,6 +284,14 @@ class Layer:
                 names.append(leaf)
         return tuple(names)
 
-    def _draws(self) -> bool:
-        stacks = [stack for record in self.records for stack in record.dropouts if self.name in stack]
-        return any(not any(module in self.gathers for module in stack) for stack in stacks)
+    def _draws(self, found: Mapping[str, TokenPlan]) -> bool:
+        """Whether dropout is called where rows are dealt: outside the modules that gather them, or behind a scatter there."""
+        scattering = {name for name, each in found.items() if each.leaves == "scatter"}
+        for record in self.records:
+            last = {key[0].rpartition(".")[0]: place for place, (key, _) in enumerate(record.order)}
+            for stack, place in record.dropouts:
+                gather = next((module for module in stack if module in self.gathers), "")
+                behind = (row for row in scattering if row.startswith(f"{gather}.") and last.get(row, place) < place)
+                if self.name in stack and (not gather or any(behind)):
+                    return True
+        return False

@@ -74,7 +74,7 @@ class TokenStream:
         self._inside = 0  # how many of its modules are running, one in another
         self._known: dict[int, tuple[StorageWeakRef, Layout | None]] = {}  # storages that entered modules
         self._most = 1024
-        self._shared: tuple[torch.Generator, Tensor] | None = None  # what replicated code draws from, while rows draw apart
+        self._draws: Draws | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenStream:
         twin = memo[id(self)] = TokenStream(self.group, self.mode)
@@ -88,8 +88,7 @@ class TokenStream:
         size, rows = self.group.tp_size, prod(x.shape[:-1])
         if self.suspended or self.owners == 0 or x.ndim < 2 or rows < size:
             return None
-        trains = x.requires_grad or torch.is_grad_enabled()  # a reentrant checkpoint runs without gradients at first
-        if not trains and x.ndim > 2 and x.shape[-2] == 1:
+        if x.ndim > 2 and x.shape[-2] == 1 and not torch.is_grad_enabled():
             return None
         if self.mode == "auto" and x.numel() * x.element_size() < size * LEAST_BYTES:
             return None
@@ -111,7 +110,7 @@ class TokenStream:
         if outer == 0 and again:
             self.layout = self._recall(part, x)
         elif part.first:
-            self.layout = self.choose(x)
+            self.layout = None if part.draws and compiling else self.choose(x)  # a compiler draws alike on all ranks
         if not compiling and not again and (x.requires_grad or torch.is_grad_enabled()):
             self._note(x)
         self._inside = outer + 1
@@ -156,7 +155,7 @@ class TokenStream:
 
     def reset(self) -> None:
         """Forget the forward that ran: it has ended, or died half way."""
-        self.layout = self.local = self.full = self._shared = None
+        self.layout = self.local = self.full = self._draws = None
         self.suspended, self._inside = False, 0
 
     # -- moving rows ----------------------------------------------------------------------------------------------------
@@ -197,6 +196,8 @@ class TokenStream:
         else:
             self._check_rows(y, layout.rows)
             rest, lead = y.shape[1:], (layout.share,)
+        if self._draws is not None:
+            self._draws.switch(apart=True)
         rows = pad_rows(y.reshape(layout.rows, *rest), self.group.tp_size)
         return scatter_rows_to_group(rows, self.group, dtype).view(*lead, *rest)
 
@@ -229,29 +230,41 @@ class TokenStream:
         They follow from the default generator's state and the rank, so that what is run again draws the same.
         """
         seed = int(torch.randint(2**62, ()))
-        generator = find_generator(device)
-        self._shared = generator, generator.get_state()
-        generator.manual_seed(seed + self.group.tp_rank)
+        self._draws = draws = Draws(find_generator(device), seed + self.group.tp_rank)
         try:
             yield
         finally:
-            generator.set_state(self._shared[1])
-            self._shared = None
+            draws.switch(apart=False)
+            self._draws = None
 
     @contextmanager
     def drawing_together(self) -> Iterator[None]:
-        """Inside it, what is drawn is drawn alike on all ranks again."""
-        if self._shared is None:
+        """Inside it, what is drawn is drawn alike on all ranks again, until rows are scattered."""
+        draws = self._draws
+        if draws is None:
             yield
             return
-        generator, shared = self._shared
-        apart = generator.get_state()
-        generator.set_state(shared)
+        draws.switch(apart=False)
         try:
             yield
         finally:
-            self._shared = generator, generator.get_state()
-            generator.set_state(apart)
+            draws.switch(apart=True)
+
+
+class Draws:
+    """A generator with two states: what dealt rows draw from, and what all ranks draw from alike."""
+
+    def __init__(self, generator: torch.Generator, seed: int) -> None:
+        """It goes on from `seed`, apart from the other ranks'."""
+        self.generator, self.other, self.apart = generator, generator.get_state(), True
+        generator.manual_seed(seed)
+
+    def switch(self, apart: bool) -> None:
+        """Go on in that state."""
+        if apart is not self.apart:
+            now = self.generator.get_state()
+            self.generator.set_state(self.other)
+            self.other, self.apart = now, apart
 
 
 def find_generator(device: torch.device) -> torch.Generator:
@@ -297,7 +310,7 @@ class TokenPart:
         first: it splits what enters; gathers: it gathers it.
         slices, joins: its output is whole, and dealt on return; or dealt, and gathered.
         summed: names, dotted below it, of parameters that dealt rows read.
-        draws: dealt rows draw random numbers in it.
+        draws: dealt rows draw random numbers in the chain's layers.
     """
 
     stream: TokenStream
@@ -369,7 +382,7 @@ def run_dealt(module: Any, x: Tensor, forward: Callable[..., Any], args: tuple[A
         finally:
             stream.local = stream.full = None
     with read_summed(module, part):
-        if part.draws and module.training and not torch.compiler.is_compiling():
+        if part.draws and module.training:
             with stream.drawing_apart(x.device):
                 return forward(*args, **kwargs)
         return forward(*args, **kwargs)
