@@ -34,6 +34,7 @@ from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
 from ..kernels.product import Merged, ProductSpec, multiply
 from .base import TensorParallel_Layer, insert_class
+from .product import watches_operations
 
 LEAST_BYTES = 1 << 20  # of a rank's rows of one activation, below which "auto" does not deal them
 MODES = (False, True, "auto")
@@ -382,7 +383,7 @@ def run_dealt(module: Any, x: Tensor, forward: Callable[..., Any], args: tuple[A
         finally:
             stream.local = stream.full = None
     with read_summed(module, part):
-        if part.draws and module.training:
+        if part.draws and module.training and not watches_operations():  # ranks that are threads have one generator
             with stream.drawing_apart(x.device):
                 return forward(*args, **kwargs)
         return forward(*args, **kwargs)
@@ -397,17 +398,18 @@ def leave_module(part: TokenPart, output: Any) -> Any:
 @contextmanager
 def read_summed(module: Any, part: TokenPart) -> Iterator[None]:
     """The parameters that dealt rows read stand there such that their gradients are summed over the ranks."""
-    owners = {name.rpartition(".")[0]: None for name in part.summed} if torch.is_grad_enabled() else {}
-    held = {owner: module.get_submodule(owner) if owner else module for owner in owners}
-    places = [(held[n.rpartition(".")[0]], n.rpartition(".")[2]) for n in part.summed] if held else []
-    places = [(m, leaf) for m, leaf in places if (p := m._parameters.get(leaf)) is not None and p.requires_grad]
-    before = [(owner, owner._parameters) for owner in held.values()]
-    if places:
-        summed = sum_together([owner._parameters[leaf] for owner, leaf in places], part.stream.group)
-        for owner, parameters in before:
-            owner.__dict__["_parameters"] = dict(parameters)
-        for (owner, leaf), parameter in zip(places, summed, strict=True):
-            owner._parameters[leaf] = parameter
+    places = []
+    for name in part.summed if torch.is_grad_enabled() else ():
+        holder, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(holder) if holder else module
+        parameter = owner._parameters.get(leaf)
+        if parameter is not None and parameter.requires_grad:
+            places.append((owner, leaf, parameter))
+    before = [(owner, owner._parameters) for owner in {id(owner): owner for owner, _, _ in places}.values()]
+    for owner, parameters in before:
+        owner.__dict__["_parameters"] = dict(parameters)
+    for place, summed in zip(places, sum_together([p for _, _, p in places], part.stream.group) if places else (), strict=True):
+        place[0]._parameters[place[1]] = summed
     try:
         yield
     finally:
