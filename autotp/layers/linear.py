@@ -30,13 +30,15 @@ from ..collectives import (
 )
 from ..comm import TPGroup, resolve_group
 from ..errors import PlanError
+from ..exchange import Gather
+from ..kernels.dealt import multiply_gathered, multiply_scattered
 from ..kernels.dispatch import Problem, select
 from ..kernels.main_grad import into_main_grad
-from ..kernels.product import multiply_uncompiled
+from ..kernels.product import ProductSpec, multiply_uncompiled
 from ..shard import Cut, Shard
 from .base import TensorParallel_Layer, insert_class
 from .embedding import column_shard, gather_columns
-from .product import make_spec, sum_owned
+from .product import make_spec, sum_owned, watches_operations
 from .siblings import SiblingInput
 from .tokens import TokenStream
 
@@ -140,7 +142,21 @@ class ParallelLinear(TensorParallel_Layer):
 
     def multiply_scattered(self, x: Tensor, tokens: TokenStream) -> Tensor:
         """`x @ w.T` summed over the ranks, plus the bias: of this rank's rows alone."""
-        return self.add_bias_of_rows(tokens.scatter(self.multiply_partial(x), self.reduce_dtype))
+        if watches_operations() or x.ndim < 2:
+            return self.add_bias_of_rows(tokens.scatter(self.multiply_partial(x), self.reduce_dtype))
+        spec = self._make_spec()._replace(dealt=tokens.describe(x, self.reduce_dtype))
+        return self.add_bias_of_rows(multiply_scattered(spec, x, self.weight))
+
+    def multiply_gathered(self, x: Tensor, local: Tensor, tokens: TokenStream) -> Tensor:
+        """`x @ w.T + b`, the gradient summed over the ranks for the rows `local` that `x` was gathered from."""
+        dealt = tokens.describe(x, self.reduce_dtype, Gather(x.detach().reshape(-1, x.shape[-1])))
+        return multiply_gathered(self._make_spec()._replace(dealt=dealt), local, (self.weight,), (self.bias,))[0]
+
+    def _make_spec(self) -> ProductSpec:
+        accumulates = self.accumulate_into_main_grad
+        names = tuple(f"{self.full_name}.{key}" if accumulates else None for key in ("weight", "bias"))
+        copied = (self.copied.get("weight"), self.copied.get("bias"))
+        return make_spec(self.run, self.tp, self.reduce_dtype, copied, names, transposed=self.out_dim == 1)
 
     def add_bias_of_rows(self, y: Tensor) -> Tensor:
         """This rank's rows `y` plus the bias, whose gradient is summed over the ranks: each one's is of its rows alone."""
@@ -217,9 +233,14 @@ class LinearLayer(ParallelLinear, nn.Linear):
             y = siblings.multiply(self, input)
         else:
             enters = siblings is not None and self.tp.tp_size > 1
-            if siblings is not None and siblings.tokens is not None and siblings.tokens.find_local(input) is not None:
-                input, enters = siblings.enter(input), False
-            y = self.multiply(input, enters=enters)
+            tokens = None if siblings is None else siblings.tokens
+            local = None if tokens is None else tokens.find_local(input)
+            if local is None or tokens is None:
+                y = self.multiply(input, enters=enters)
+            elif watches_operations():
+                y = self.multiply(siblings.enter(input))  # type: ignore[union-attr]
+            else:
+                y = self.multiply_gathered(input, local, tokens)
         return gather_columns(y, self.shards["weight"], self.out_dim, self.tp) if self.gather_output else y
 
 
