@@ -16,6 +16,7 @@ stream memory operations, so neither a multiprocessor nor the host does.
 from __future__ import annotations
 
 import ctypes
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,11 +24,10 @@ import torch
 from torch import Tensor
 
 from .comm import TPGroup
-from .errors import AutoTPError
-from .kernels.dealt import block_of
+from .errors import AutoTPError, KernelUnsupported
+from .kernels.blocks import block_of
+from .kernels.moves import SMALLEST_BYTES, Decision, Moves, decide
 
-SMALLEST_BYTES = 24 << 20  # of all blocks together: below, the host's part of a copied exchange costs more than it hides
-LARGEST_BYTES = 1 << 30  # of a symmetric buffer: above, collectives in sequence
 SLOTS = 2  # buffers of each kind: the next exchange need not wait until all have fetched from the last
 
 
@@ -81,16 +81,38 @@ class Scatter:
 
 
 class Exchange:
-    """Moves blocks by the group's collectives, in sequence."""
+    """Moves blocks by the group's collectives, in sequence.
 
-    def __init__(self, group: TPGroup) -> None:
-        self.group = group
+    Args:
+        group: the ranks; why_not: why blocks are not copied between them instead.
+    """
 
-    def gather(self, local: Tensor) -> Gather:
-        """Begin to gather `local` `[R, K]`, this rank's block; the same on all ranks."""
+    smallest_bytes = SMALLEST_BYTES
+
+    def __init__(self, group: TPGroup, why_not: str = "collectives in sequence were asked for") -> None:
+        self.group, self.why_not = group, why_not
+
+    def check(self, moves: Moves, name: str) -> None:
+        """Raise where copies are asked for that there can't be; on a CPU, where nothing could hide, all run in sequence.
+
+        Raises:
+            KernelUnsupported: the ranks' GPUs don't reach each other's memory.
+        """
+        if self.why_not and self.group.device.type == "cuda" and True in moves[:4]:
+            raise KernelUnsupported(
+                f"{name}: copies between the ranks were asked for, but {self.why_not}: set the ub_* options and tp_overlap_comm "
+                f"to None or False"
+            )
+
+    def decide(self, n_bytes: int, way: bool | None, smallest_bytes: int | None = None) -> Decision:
+        """Whether `n_bytes`, of all blocks together, are copied, and why."""
+        return decide(n_bytes, way, self.why_not, self.smallest_bytes if smallest_bytes is None else smallest_bytes)
+
+    def gather(self, local: Tensor, way: bool | None = None) -> Gather:
+        """Begin to gather `local` `[R, K]`, this rank's block, as large on all ranks; `way` as in kernels/moves.py."""
         return Gather(self.group.gather_rows(local))
 
-    def scatter(self, rows: int, width: int, like: Tensor, dtype: torch.dtype | None = None) -> Scatter:
+    def scatter(self, rows: int, width: int, like: Tensor, dtype: torch.dtype | None = None, way: bool | None = None) -> Scatter:
         """Begin to scatter `[rows, width]` of `like`'s dtype, summed in `dtype` if one is named."""
         return Scatter(self.group, dtype)
 
@@ -160,7 +182,8 @@ class _Slot:
         exchange.meet()
         self.views, self.buffer = {}, None
         self.buffer = exchange.symmetric.empty(n_bytes, dtype=torch.uint8, device=exchange.group.device)
-        self.pointers = exchange.symmetric.rendezvous(self.buffer, exchange.group.group).buffer_ptrs
+        process_group: Any = exchange.group.group
+        self.pointers = exchange.symmetric.rendezvous(self.buffer, process_group).buffer_ptrs
         self.capacity = n_bytes
 
     def begin(self, stream: int) -> None:
@@ -195,13 +218,11 @@ class CopyExchange(Exchange):
     Attributes:
         peers: the other ranks, nearest after this one first; sources: nearest before it first.
         rank: this rank; stream: where copies are queued, in the same order on every rank.
-        smallest_bytes: of all blocks together, from which on they are copied.
+        smallest_bytes: of all blocks together, from which on they are copied unasked.
     """
 
-    smallest_bytes = SMALLEST_BYTES
-
     def __init__(self, group: TPGroup) -> None:
-        super().__init__(group)
+        super().__init__(group, "")
         import torch.distributed._symmetric_memory as symmetric
 
         self.symmetric, self.driver = symmetric, _Driver()
@@ -210,9 +231,10 @@ class CopyExchange(Exchange):
         self.sources = tuple(reversed(self.peers))
         self._stream = torch.cuda.Stream(group.device, priority=-1)
         self.stream, self.device_index = self._stream.cuda_stream, group.device.index
+        process_group: Any = group.group
         flags = symmetric.empty(2 * SLOTS * 2 * size, dtype=torch.int32, device=group.device).zero_()
         torch.cuda.synchronize(group.device)
-        self.flags, self.flag_pointers = flags, symmetric.rendezvous(flags, group.group).buffer_ptrs
+        self.flags, self.flag_pointers = flags, symmetric.rendezvous(flags, process_group).buffer_ptrs
         self.slots = {kind: [_Slot(self, SLOTS * i + j) for j in range(SLOTS)] for i, kind in enumerate(("gather", "scatter"))}
         self.meet()
 
@@ -234,17 +256,15 @@ class CopyExchange(Exchange):
             slot.grow(n_bytes)
         return slot
 
-    def gather(self, local: Tensor) -> Gather:
-        size = self.group.tp_size * local.numel() * local.element_size()
-        if not self.smallest_bytes <= size <= LARGEST_BYTES:
+    def gather(self, local: Tensor, way: bool | None = None) -> Gather:
+        if not self.decide(self.group.tp_size * local.numel() * local.element_size(), way).copies:
             return super().gather(local)
         return _CopyGather(self, local.contiguous())
 
-    def scatter(self, rows: int, width: int, like: Tensor, dtype: torch.dtype | None = None) -> Scatter:
-        size = rows * width * like.element_size()
-        if not self.smallest_bytes <= size <= LARGEST_BYTES or dtype not in (None, like.dtype):
+    def scatter(self, rows: int, width: int, like: Tensor, dtype: torch.dtype | None = None, way: bool | None = None) -> Scatter:
+        if not self.decide(rows * width * like.element_size(), way).copies:
             return super().scatter(rows, width, like, dtype)
-        return _CopyScatter(self, rows, width, like)
+        return _CopyScatter(self, rows, width, like, dtype)
 
 
 class _CopyGather(Gather):
@@ -283,10 +303,10 @@ class _CopyGather(Gather):
 
 
 class _CopyScatter(Scatter):
-    def __init__(self, exchange: CopyExchange, rows: int, width: int, like: Tensor) -> None:
-        super().__init__(exchange.group, None)
+    def __init__(self, exchange: CopyExchange, rows: int, width: int, like: Tensor, dtype: torch.dtype | None) -> None:
+        super().__init__(exchange.group, dtype)
         size = exchange.group.tp_size
-        self.exchange, self.rows, self.width, self.dtype = exchange, rows, width, like.dtype
+        self.exchange, self.rows, self.width, self.part_dtype = exchange, rows, width, like.dtype
         self.order, self.sent = exchange.peers, 0
         self.block_bytes = -(-rows // size) * width * like.element_size()
         own = block_of(rows, exchange.rank, size)
@@ -300,7 +320,7 @@ class _CopyScatter(Scatter):
 
     def place(self, rank: int) -> Tensor:
         block = block_of(self.rows, rank, self.exchange.group.tp_size)
-        return self.slot.view((block.stop - block.start, self.width), self.dtype, self._offset(self.exchange.rank, rank))
+        return self.slot.view((block.stop - block.start, self.width), self.part_dtype, self._offset(self.exchange.rank, rank))
 
     def send(self, rank: int) -> None:
         exchange, slot = self.exchange, self.slot
@@ -317,6 +337,7 @@ class _CopyScatter(Scatter):
         exchange = self.exchange
         exchange.driver.wait_event(exchange.current_stream(), self.slot.arrived[exchange.sources[-1]], 0)
         total, *others = self.received
+        total = total.to(self.dtype or self.part_dtype)
         for part in others:
             total.add_(part)
         self.received = []
@@ -327,20 +348,24 @@ def find_exchange(group: TPGroup) -> Exchange:
     """The exchange of `group`, made at its first use, on every rank at the same time."""
     found = group.owned.get("exchange")
     if found is None:
-        found = group.owned["exchange"] = CopyExchange(group) if can_copy(group) else Exchange(group)
+        why_not = why_not_copy(group)
+        found = group.owned["exchange"] = Exchange(group, why_not) if why_not else CopyExchange(group)
     return found
 
 
-def can_copy(group: TPGroup) -> bool:
-    """Whether every rank's GPU reaches every other's memory; asked of all ranks together."""
-    if group.tp_size == 1 or group.group is None or group.device.type != "cuda":
-        return False
-    name = torch.cuda.get_device_properties(group.device).name
-    import socket
-
-    here = (socket.gethostname(), group.device.index, name)
-    everyone = group.gather_objects(here)
-    indices = [index for _, index, _ in everyone]
-    same_host = len({host for host, _, _ in everyone}) == 1 and len(set(indices)) == len(indices)
-    reaches = same_host and all(i == here[1] or torch.cuda.can_device_access_peer(here[1], i) for i in indices)
-    return all(group.gather_objects(reaches))
+def why_not_copy(group: TPGroup) -> str:
+    """What keeps copy engines from moving rows between the ranks, empty if nothing does; asked of all ranks together."""
+    if group.tp_size == 1 or group.group is None:
+        return "there is one rank"
+    if group.device.type != "cuda":
+        return f"rows move by collectives on {group.device.type}"
+    everyone = group.gather_objects((socket.gethostname(), group.device.index))
+    hosts, indices = {host for host, _ in everyone}, [index for _, index in everyone]
+    if len(hosts) > 1:
+        return f"the ranks are on {len(hosts)} hosts"
+    if len(set(indices)) < len(indices):
+        return "several ranks share a GPU"
+    own = group.device.index
+    unreached = [i for i in indices if i != own and not torch.cuda.can_device_access_peer(own, i)]
+    far = [(rank, missed) for rank, missed in enumerate(group.gather_objects(unreached)) if missed]
+    return f"the GPU of TP rank {far[0][0]} does not reach the memory of GPU(s) {far[0][1]}" if far else ""

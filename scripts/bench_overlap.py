@@ -40,21 +40,21 @@ CALLS, ROUNDS = (1, 1) if CPU else (4, 7)
 class NoExchange(Exchange):
     """Moves nothing."""
 
-    def gather(self, local: Tensor) -> Gather:
+    def gather(self, local: Tensor, way: bool | None = None) -> Gather:
         return Gather(local.new_empty(self.group.tp_size * local.shape[0], local.shape[1]))
 
-    def scatter(self, rows: int, width: int, like: Tensor, dtype: torch.dtype | None = None) -> Scatter:
+    def scatter(self, rows: int, width: int, like: Tensor, dtype: torch.dtype | None = None, way: bool | None = None) -> Scatter:
         return _NoScatter(self.group, dtype)
 
 
 class NoExchangeInBlocks(NoExchange):
     """Moves nothing, in blocks."""
 
-    def gather(self, local: Tensor) -> Gather:
+    def gather(self, local: Tensor, way: bool | None = None) -> Gather:
         size, me = self.group.tp_size, self.group.tp_rank
         return Gather(local.new_empty(size * local.shape[0], local.shape[1]), [(me + i) % size for i in range(size)])
 
-    def scatter(self, rows: int, width: int, like: Tensor, dtype: torch.dtype | None = None) -> Scatter:
+    def scatter(self, rows: int, width: int, like: Tensor, dtype: torch.dtype | None = None, way: bool | None = None) -> Scatter:
         return _NoScatterInBlocks(self.group, rows, width, like)
 
 

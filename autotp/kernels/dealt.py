@@ -7,9 +7,6 @@ M rows of all ranks, R = ceil(M / T) of one, K in, N out. The last rank's rows a
 | `multiply_gathered` (column) | `y = gather(x) @ w.T + b` | `dx = scatter(dy @ w)` | `dw = dy.T @ gather(x)` |
 | `multiply_scattered` (row) | `y = scatter(x @ w.T)` | `dx = gather(dy) @ w` | `dw = gather(dy).T @ x` |
 
-`gather` and `scatter` are an exchange's (autotp/exchange.py, passed in). Where it moves blocks beside what computes, a product
-starts with the rows that are here, or that the others wait for; else it is one GEMM, and what moves does so before or after.
-
 | step | what hides behind it |
 |---|---|
 | column forward | the gather, behind this rank's own block |
@@ -17,57 +14,34 @@ starts with the rows that are here, or that the others wait for; else it is one 
 | row forward | the scatter, behind this rank's own block, which comes last |
 | row dgrad | the gather of dy, behind this rank's own block; wgrad reads it once more |
 
-Only x's own rows are kept for a column's backward, which gathers them again.
+Only x's own rows are kept for a column's backward, which gathers them again. blocks.py has the steps without autograd.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..errors import AutoTPError
 from .autocast import autocast_dtype, disable_autocast
+from .blocks import (
+    Dealt,
+    block_of,
+    multiply_gathered_gradient,
+    multiply_gathered_rows,
+    multiply_into_scatter,
+    sum_scattered,
+)
 from .gradients import as_rows, bias_gradients, check_versions, join_gradients, weight_gradients
 from .main_grad import find_main_grad
-from .matmul import dgrad
+from .matmul import wgrad
 from .product import Merged, ProductSpec
 
-
-def block_of(rows: int, rank: int, tp_size: int) -> slice:
-    """The rows of `rank` where they are dealt in blocks of `ceil(rows / tp_size)`; the last blocks may be short or empty."""
-    size = -(-rows // tp_size)
-    return slice(min(rows, rank * size), min(rows, (rank + 1) * size))
-
-
-class Dealt(NamedTuple):
-    """How rows are dealt in this call.
-
-    Attributes:
-        exchange: what moves them; rank, tp_size: of the ranks they are dealt to.
-        shape: of all rows, `(M,)` or `(B, S)`: outputs of a column product are `[*shape, N]`.
-        local_shape: of one rank's, `(R,)` or `(1, R)`.
-        reduce_dtype: in which partial rows are summed; None for their own.
-        gather: begun already, of the input's rows.
-    """
-
-    exchange: Any
-    rank: int
-    tp_size: int
-    shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    reduce_dtype: torch.dtype | None = None
-    gather: Any = None
-
-    @property
-    def rows(self) -> int:
-        """M."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+__all__ = ["Dealt", "backward_linear", "block_of", "multiply_gathered", "multiply_scattered"]
 
 
 def multiply_gathered(
@@ -101,13 +75,14 @@ class _Gathered(torch.autograd.Function):
         cast = [_cast(w, dtype) for w in weights]
         joined = _note_call(ctx, spec, dtype, merged, x, weights, biases)
         local = _cast(x, dtype).reshape(-1, x.shape[-1])
-        gather = spec.dealt.gather or spec.dealt.exchange.gather(local)
+        dealt = spec.dealt
+        gather = dealt.gather or dealt.exchange.gather(local, dealt.moves.forward)
         ctx.save_for_backward(local if True in ctx.needs_input_grad[4 : 4 + count] else None, *(() if merged else cast))
         if merged is not None:
-            y = _multiply_blocks(spec, gather, dtype, joined, _cast(merged.bias, dtype))
-            return torch.unsafe_split_with_sizes(_shaped(y, spec.dealt), [w.shape[0] for w in weights], -1)
-        products = (_multiply_blocks(spec, gather, dtype, w, _cast(b, dtype)) for w, b in zip(cast, biases, strict=True))
-        return tuple(_own(_shaped(y, spec.dealt)) for y in products)
+            (y,) = _multiply_gathered(spec, gather, dtype, [joined], [_cast(merged.bias, dtype)])
+            return torch.unsafe_split_with_sizes(_shaped(y, dealt), [w.shape[0] for w in weights], -1)
+        products = _multiply_gathered(spec, gather, dtype, cast, [_cast(b, dtype) for b in biases])
+        return tuple(_own(_shaped(y, dealt)) for y in products)
 
     @staticmethod
     @once_differentiable
@@ -124,49 +99,29 @@ class _Gathered(torch.autograd.Function):
 def _gathered_backward(ctx: Any, rows: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
     _check_main_grads(ctx)
     dealt, wanted = ctx.spec.dealt, ctx.needs_input_grad
+    if wanted[3] and ctx.merged is not None:
+        check_versions(ctx)
     local, *saved = ctx.saved_tensors
-    gather = None if local is None else dealt.exchange.gather(local)
-    joined, factors, scatter = join_gradients(ctx, rows), [], None
+    gather = None if local is None else dealt.exchange.gather(local, dealt.moves.gather)
+    joined = join_gradients(ctx, rows)
+
+    def multiply_weights() -> list[Tensor | None]:
+        return weight_gradients(ctx, rows, joined, None if gather is None else gather.wait_all()[: dealt.rows])
+
     if wanted[3]:
-        factors = _find_factors(ctx, rows, joined, saved)
-        scatter = dealt.exchange.scatter(dealt.rows, factors[0][1].shape[1], factors[0][0], ctx.reduce_dtype)
-        for rank in scatter.order:
-            block = block_of(dealt.rows, rank, dealt.tp_size)
-            _add_products(factors, block, scatter.place(rank), begun=False)
-            scatter.send(rank)
-        if not scatter.order:  # at once, and before the other products: a collective in sequence has nothing to hide behind
-            dx = scatter.reduce(_pad(_add_products(factors, slice(None), None), dealt))
-    dw = weight_gradients(ctx, rows, joined, None if gather is None else gather.wait_all()[: dealt.rows])
-    if scatter is not None and scatter.order:
-        own = scatter.receive()
-        _add_products(factors, block_of(dealt.rows, dealt.rank, dealt.tp_size), own, begun=True)
-        dx = _pad_own(own, dealt)
-    dx = dx.view(ctx.shape).to(ctx.dtype) if scatter is not None else None
+        dx, dw = sum_scattered(dealt, _find_factors(ctx, rows, joined, saved), multiply_weights)
+        dx = dx.view(ctx.shape).to(ctx.dtype)
+    else:
+        dx, dw = None, multiply_weights()
     return None, None, None, dx, *dw, *bias_gradients(ctx, rows, joined)
 
 
 def _find_factors(ctx: Any, rows: dict[int, Tensor], joined: Tensor | None, saved: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Pairs `dy [M, N]`, `w [N, K]` whose products add up to the input's gradient."""
-    if ctx.merged is not None:
-        check_versions(ctx)
     if joined is not None:
         return [(joined, ctx.merged if ctx.merged is not None else as_rows(saved[0], ctx.spec))]
     parts = saved if ctx.merged is None else ctx.merged.split([w.shape[0] for w in ctx.weights])
     return [(dy, as_rows(parts[i], ctx.spec)) for i, dy in rows.items()]
-
-
-def _add_products(factors: Sequence[tuple[Tensor, Tensor]], block: slice, out: Tensor | None, begun: bool = False) -> Tensor:
-    """The sum of the products of a block of rows, in `out`; added to what is there if that is `begun`."""
-    for dy, w in factors:
-        if begun:
-            dgrad(dy[block], w, out)
-        elif out is None:
-            out, begun = torch.mm(dy[block], w), True
-        else:
-            torch.mm(dy[block], w, out=out)
-            begun = True
-    assert out is not None
-    return out
 
 
 class _Scattered(torch.autograd.Function):
@@ -177,14 +132,8 @@ class _Scattered(torch.autograd.Function):
         rows, cast = _cast(x, dtype).reshape(-1, x.shape[-1]), _cast(weight, dtype)
         ctx.save_for_backward(rows if ctx.needs_input_grad[4] else None, cast if ctx.needs_input_grad[3] else None)
         w = as_rows(cast, spec).t()
-        scatter = dealt.exchange.scatter(dealt.rows, w.shape[1], rows, ctx.reduce_dtype)
-        if not scatter.order:
-            return scatter.reduce(_pad(spec.run(rows, cast), dealt)).view(*dealt.local_shape, -1)
-        for rank in scatter.order:
-            torch.mm(rows[block_of(dealt.rows, rank, dealt.tp_size)], w, out=scatter.place(rank))
-            scatter.send(rank)
-        own = torch.mm(rows[block_of(dealt.rows, dealt.rank, dealt.tp_size)], w)
-        return _pad_own(own.add_(scatter.receive()), dealt).view(*dealt.local_shape, -1)
+        y = multiply_into_scatter(dealt, rows, [w], lambda: spec.run(rows, cast))
+        return y.view(*dealt.local_shape, -1)
 
     @staticmethod
     @once_differentiable
@@ -198,20 +147,90 @@ class _Scattered(torch.autograd.Function):
 def _scattered_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     _check_main_grads(ctx)
     dealt, (x, weight) = ctx.spec.dealt, ctx.saved_tensors
-    gather = dealt.exchange.gather(grad.reshape(-1, grad.shape[-1]))
+    gather = dealt.exchange.gather(grad.reshape(-1, grad.shape[-1]), dealt.moves.gather)
     dx = None
     if weight is not None:
-        w = as_rows(weight, ctx.spec)
-        if gather.order:
-            dx = grad.new_empty(dealt.rows, w.shape[1])
-            for rank in gather.order:
-                block = block_of(dealt.rows, rank, dealt.tp_size)
-                torch.mm(gather.wait(rank)[: block.stop - block.start], w, out=dx[block])
-        else:
-            dx = torch.mm(gather.wait_all()[: dealt.rows], w)
-        dx = dx.view(ctx.shape).to(ctx.dtype)
+        dx = multiply_gathered_gradient(dealt, gather, [as_rows(weight, ctx.spec)]).view(ctx.shape).to(ctx.dtype)
     rows = {0: gather.wait_all()[: dealt.rows]}
     return None, None, None, dx, weight_gradients(ctx, rows, rows[0], x)[0], None
+
+
+# -- the gradients of one product, its pieces given -----------------------------------------------------------------------
+
+
+def backward_linear(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    *,
+    mode: str,
+    dealt: Dealt,
+    wants_dx: bool = True,
+    wants_dw: bool = True,
+    wants_db: bool = False,
+    main_grad: Tensor | None = None,
+    overwrite: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of `y = gather(x) @ weight.T + b` ("column") or `y = scatter(x @ weight.T) + b` ("row"), without autograd.
+
+    | mode | dy | x | dx | dw | db |
+    |---|---|---|---|---|---|
+    | "column" | `[M, N]` | `[R, K]` | `[R, K]`, summed over the ranks | `[N, K]` | `[N]` |
+    | "row" | `[R, N]` | `[M, K]` | `[M, K]` | `[N, K]` | `[N]`, of all rows: the same on every rank |
+
+    Args:
+        dy, x, weight: of one dtype; x is read for dw alone, weight for dx alone, each may be None where that is not wanted.
+        wants_dx, wants_dw, wants_db: what is computed, each for its own sake and the same on every rank; None for the others.
+        main_grad: `[N, K]`, which dw is added to, and which is returned in its place.
+        overwrite: write `main_grad` instead.
+
+    Raises:
+        AutoTPError: shapes that do not fit together, or a piece that is missing; before anything moves.
+    """
+    _check_pieces(dy, x, weight, mode, dealt, wants_dx, wants_dw, main_grad)
+    exchange, way = dealt.exchange, dealt.moves.gather
+    if mode == "column":
+        gather = exchange.gather(x, way) if wants_dw else None
+
+        def multiply_weight() -> Tensor | None:
+            return None if gather is None else _multiply_into(dy, gather.wait_all()[: dealt.rows], main_grad, overwrite)
+
+        dx, dw = sum_scattered(dealt, [(dy, weight)], multiply_weight) if wants_dx else (None, multiply_weight())  # type: ignore
+        return dx, dw, dy.sum(0) if wants_db else None
+    if not (wants_dx or wants_dw or wants_db):
+        return None, None, None
+    gather = exchange.gather(dy, way)
+    dx = multiply_gathered_gradient(dealt, gather, [weight]) if wants_dx else None  # type: ignore[arg-type]
+    rows = gather.wait_all()[: dealt.rows]
+    dw = _multiply_into(rows, x, main_grad, overwrite) if wants_dw else None  # type: ignore[arg-type]
+    return dx, dw, rows.sum(0) if wants_db else None
+
+
+def _multiply_into(dy: Tensor, x: Tensor, main_grad: Tensor | None, overwrite: bool) -> Tensor | None:
+    product = wgrad(dy, x, main_grad, overwrite)
+    return main_grad if product is None else product
+
+
+def _check_pieces(
+    dy: Tensor, x: Any, weight: Any, mode: str, dealt: Dealt, wants_dx: bool, wants_dw: bool, main_grad: Any
+) -> None:
+    """Raise before anything moves: a rank that raises later would leave the others waiting."""
+    if mode not in ("column", "row"):
+        raise AutoTPError(f"backward_linear: mode is 'column' or 'row', got {mode!r}")
+    own = -(-dealt.rows // dealt.tp_size)
+    counts = (dealt.rows, own) if mode == "column" else (own, dealt.rows)
+    pieces = {"dy": (dy, counts[0], None), "x": (x if wants_dw else None, counts[1], None)}
+    pieces["weight"] = (weight if wants_dx else None, dy.shape[-1], None if not wants_dw or x is None else x.shape[-1])
+    pieces["main_grad"] = (main_grad, dy.shape[-1], None if x is None else x.shape[-1])
+    for name, wanted in (("x", wants_dw), ("weight", wants_dx)):
+        if wanted and pieces[name][0] is None:
+            raise AutoTPError(f"backward_linear: {name} is needed for {'dw' if name == 'x' else 'dx'}, which is wanted: give it")
+    for name, (tensor, first, second) in pieces.items():
+        if tensor is not None and (tensor.dim() != 2 or tensor.shape[0] != first or second not in (None, tensor.shape[1])):
+            raise AutoTPError(
+                f"backward_linear: {name} is {list(tensor.shape)} where a {mode} product of {dealt.rows} rows, dealt to "
+                f"{dealt.tp_size} ranks, takes [{first}, {'K' if second is None else second}]"
+            )
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------------
@@ -221,7 +240,7 @@ def _note_call(ctx: Any, spec: ProductSpec, dtype: Any, merged: Merged | None, x
     """Set what gradients.py reads of `ctx`; the merged weight as it is multiplied."""
     ctx.set_materialize_grads(False)
     ctx.spec, ctx.weights, ctx.biases, ctx.merged, ctx.versions = spec, weights, biases, None, None
-    ctx.shape, ctx.dtype, ctx.reduce_dtype = x.shape, x.dtype, spec.dealt.reduce_dtype
+    ctx.shape, ctx.dtype = x.shape, x.dtype
     weight = None if merged is None else _cast(merged.weight, dtype)
     if merged is not None and ctx.needs_input_grad[3]:
         ctx.merged = weight
@@ -229,22 +248,16 @@ def _note_call(ctx: Any, spec: ProductSpec, dtype: Any, merged: Merged | None, x
     return weight
 
 
-def _multiply_blocks(spec: ProductSpec, gather: Any, dtype: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`[M, N]`: the product of all rows, block by block as they arrive."""
+def _multiply_gathered(spec: ProductSpec, gather: Any, dtype: torch.dtype | None, weights: Any, biases: Any) -> list[Tensor]:
+    """`[M, N]` of each weight."""
     dealt = spec.dealt
     if not gather.order:
-        return spec.run(_cast(gather.wait_all(), dtype)[: dealt.rows], weight, bias)
-    w = as_rows(weight, spec).t()
-    y = weight.new_empty(dealt.rows, w.shape[1])
-    for rank in gather.order:
-        block = block_of(dealt.rows, rank, dealt.tp_size)
-        rows = _cast(gather.wait(rank), dtype)[: block.stop - block.start]
-        if bias is None:
-            torch.mm(rows, w, out=y[block])
-        else:
-            torch.addmm(bias, rows, w, out=y[block])
-    gather.wait_all()
-    return y
+        rows = _cast(gather.wait_all(), dtype)[: dealt.rows]
+        return [spec.run(rows, w, b) for w, b in zip(weights, biases, strict=True)]
+    turned = [as_rows(w, spec).t() for w in weights]
+    outs = [w.new_empty(dealt.rows, w.shape[1]) for w in turned]
+    multiply_gathered_rows(dealt, gather, turned, outs, biases, dtype)
+    return outs
 
 
 def _check_main_grads(ctx: Any) -> None:
@@ -253,18 +266,6 @@ def _check_main_grads(ctx: Any) -> None:
     for parameter, name, wants in zip(params, ctx.spec.main_grads, ctx.needs_input_grad[4:], strict=True):
         if name is not None and wants:
             find_main_grad(parameter, name)
-
-
-def _pad(rows: Tensor, dealt: Dealt) -> Tensor:
-    """`[M, N]` with zero rows after it, up to `[T * R, N]`."""
-    missing = -rows.shape[0] % dealt.tp_size
-    return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
-
-
-def _pad_own(rows: Tensor, dealt: Dealt) -> Tensor:
-    """This rank's rows with zero rows after them, up to `[R, N]`."""
-    missing = -(-dealt.rows // dealt.tp_size) - rows.shape[0]
-    return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
 
 
 def _shaped(y: Tensor, dealt: Dealt) -> Tensor:

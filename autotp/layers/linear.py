@@ -38,12 +38,13 @@ from ..kernels.product import ProductSpec, multiply_uncompiled
 from ..shard import Cut, Shard
 from .base import TensorParallel_Layer, insert_class
 from .embedding import column_shard, gather_columns
+from .overlap import OverlapOptions
 from .product import make_spec, sum_owned, watches_operations
 from .siblings import SiblingInput
 from .tokens import TokenStream
 
 
-class ParallelLinear(TensorParallel_Layer):
+class ParallelLinear(OverlapOptions, TensorParallel_Layer):
     """What the linears have in common, and what DeepSpeed's users call on them.
 
     Attributes:

@@ -1,5 +1,6 @@
 """Products whose rows are dealt to the ranks, in one piece and block by block, against the same product in one process."""
 
+import itertools
 from itertools import chain
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from autotp.comm import resolve_group
 from autotp.errors import AutoTPError
 from autotp.exchange import Exchange, Gather, Scatter
-from autotp.kernels.dealt import Dealt, block_of, multiply_gathered, multiply_scattered
+from autotp.kernels.dealt import Dealt, backward_linear, block_of, multiply_gathered, multiply_scattered
+from autotp.kernels.moves import Moves
 from autotp.kernels.product import Merged, ProductSpec
 
 
@@ -19,11 +21,11 @@ def made(seed, *shape):
 class BlockExchange(Exchange):
     """Gives blocks one by one as a GPU's exchange does, and nothing before it was waited for or after it was taken."""
 
-    def gather(self, local):
+    def gather(self, local, way=None):
         return BlockGather(self.group, local)
 
-    def scatter(self, rows, width, like, dtype=None):
-        return BlockScatter(self.group, rows, width, like)
+    def scatter(self, rows, width, like, dtype=None, way=None):
+        return BlockScatter(self.group, rows, width, like, dtype)
 
 
 class BlockGather(Gather):
@@ -45,8 +47,8 @@ class BlockGather(Gather):
 
 
 class BlockScatter(Scatter):
-    def __init__(self, group, rows, width, like):
-        super().__init__(group, None)
+    def __init__(self, group, rows, width, like, dtype):
+        super().__init__(group, dtype)
         self.order = [(group.tp_rank + i) % group.tp_size for i in range(1, group.tp_size)]
         self.size, self.rows = -(-rows // group.tp_size), rows
         self.parts = like.new_zeros(group.tp_size * self.size, width)
@@ -62,13 +64,14 @@ class BlockScatter(Scatter):
     def receive(self):
         assert self.sent == list(self.order)
         own = block_of(self.rows, self.group.tp_rank, self.group.tp_size)
-        return self.group.reduce_scatter_rows(self.parts)[: own.stop - own.start].clone()
+        parts = self.parts if self.dtype is None else self.parts.to(self.dtype)
+        return self.group.reduce_scatter_rows(parts)[: own.stop - own.start].clone()
 
 
-def how(group, exchange, shape):
+def how(group, exchange, shape, **options):
     rows = torch.Size(shape).numel()
     local = -(-rows // group.tp_size)
-    return Dealt(exchange, group.tp_rank, group.tp_size, shape, (1, local) if len(shape) == 2 else (local,))
+    return Dealt(exchange, group.tp_rank, group.tp_size, shape, (1, local) if len(shape) == 2 else (local,), **options)
 
 
 def deal(group, x, shape):
@@ -162,3 +165,47 @@ def check_main_grad(group):
 
 def test_main_grad_in_dealt_products(ranks):
     ranks.run(check_main_grad)
+
+
+def check_pieces(group, exchange_class):
+    """The functional backward against the steps of autograd, each gradient wanted for its own sake."""
+    tp = resolve_group(group)
+    exchange = exchange_class(tp)
+    for rows, early, dtype in itertools.product((7, 1), (False, True), (None, torch.float64)):
+        dealt = how(tp, exchange, (rows,), reduce_dtype=dtype, moves=Moves(early=early))
+        own = dealt.local_shape[0]
+        spec = ProductSpec(dealt=dealt)
+        for mode in ("column", "row"):
+            count, given = (own, rows) if mode == "column" else (rows, own)
+            x, dy = made(5 + tp.tp_rank, count, 6), made(50 + tp.tp_rank, given, 4)
+            weight = made(500 + tp.tp_rank, 4, 6)
+            leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+            y = (
+                multiply_gathered(spec, leaves[0], leaves[1:], (None,))[0]
+                if mode == "column"
+                else multiply_scattered(spec, *leaves)
+            )
+            want = torch.autograd.grad(y, leaves, dy)
+            whole = dy if mode == "column" else tp.gather_rows(dy)[:rows]
+            for dx, dw, db in itertools.product((False, True), repeat=3):
+                wants = dict(wants_dx=dx, wants_dw=dw, wants_db=db)
+                got = backward_linear(dy, x if dw else None, weight if dx else None, mode=mode, dealt=dealt, **wants)
+                for value, wanted, expected in zip(got, wants.values(), (*want, whole.sum(0)), strict=True):
+                    assert (value is not None) == wanted
+                    if wanted:
+                        torch.testing.assert_close(value, expected)
+            main = torch.ones(4, 6)
+            got = backward_linear(dy, x, weight, mode=mode, dealt=dealt, main_grad=main)
+            assert got[1] is main
+            torch.testing.assert_close(main, 1 + want[1])
+            backward_linear(dy, x, weight, mode=mode, dealt=dealt, main_grad=main, overwrite=True)
+            torch.testing.assert_close(main, want[1])
+            for wrong in (dict(x=x[1:]), dict(x=None), dict(weight=weight.t()), dict(mode="rows"), dict(main_grad=main.t())):
+                with pytest.raises(AutoTPError, match="backward_linear: "):
+                    backward_linear(**(dict(dy=dy, x=x, weight=weight, mode=mode, dealt=dealt) | wrong))
+    assert tp.all_reduce(torch.ones(1)).item() == tp.tp_size  # nothing moved where a piece was refused
+
+
+@pytest.mark.parametrize("exchange", [Exchange, BlockExchange])
+def test_backward_of_given_pieces(ranks, exchange):
+    ranks.run(check_pieces, exchange, size=3)
