@@ -38,7 +38,7 @@ from ..kernels.product import ProductSpec, multiply_uncompiled
 from ..shard import Cut, Shard
 from .base import TensorParallel_Layer, insert_class
 from .embedding import column_shard, gather_columns
-from .overlap import OverlapOptions
+from .overlap import OverlapOptions, choose_moves
 from .product import make_spec, sum_owned, watches_operations
 from .siblings import SiblingInput
 from .tokens import TokenStream
@@ -145,12 +145,14 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
         """`x @ w.T` summed over the ranks, plus the bias: of this rank's rows alone."""
         if watches_operations() or x.ndim < 2:
             return self.add_bias_of_rows(tokens.scatter(self.multiply_partial(x), self.reduce_dtype))
-        spec = self._make_spec()._replace(dealt=tokens.describe(x, self.reduce_dtype))
+        dealt = tokens.describe(x, self.reduce_dtype)
+        spec = self._make_spec()._replace(dealt=dealt._replace(moves=choose_moves([self], dealt.exchange)))
         return self.add_bias_of_rows(multiply_scattered(spec, x, self.weight))
 
     def multiply_gathered(self, x: Tensor, local: Tensor, tokens: TokenStream) -> Tensor:
         """`x @ w.T + b`, the gradient summed over the ranks for the rows `local` that `x` was gathered from."""
         dealt = tokens.describe(x, self.reduce_dtype, Gather(x.detach().reshape(-1, x.shape[-1])))
+        dealt = dealt._replace(moves=choose_moves([self], dealt.exchange))
         return multiply_gathered(self._make_spec()._replace(dealt=dealt), local, (self.weight,), (self.bias,))[0]
 
     def _make_spec(self) -> ProductSpec:

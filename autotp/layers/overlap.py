@@ -18,13 +18,14 @@ is not about a layer's kind does nothing there: a caller may set all of them on 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import torch
 
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
-from ..exchange import find_exchange
+from ..exchange import Exchange, find_exchange
 from ..kernels.blocks import Dealt
 from ..kernels.moves import SMALLEST_SUM_BYTES, Moves
 
@@ -105,14 +106,34 @@ def _moves(row: bool, ways: tuple[bool | None, ...], name: str) -> Moves:
     return Moves(forward=ag, gather=bulk_dgrad, scatter=scatter, sums=sums, early=bool(rs_dgrad))
 
 
+def choose_moves(layers: Sequence[Any], exchange: Exchange) -> Moves:
+    """What the options say of the moves of one call: of one layer, or of several that are multiplied as one.
+
+    Raises:
+        PlanError: the layers' options differ.
+        KernelUnsupported: copies are asked for between ranks that can't copy.
+    """
+    first, *others = layers
+    moves = read_moves(first)
+    name = first.ub_name or first.full_name
+    for other in others:
+        if read_moves(other) != moves:
+            raise PlanError(
+                f"{name} and {other.ub_name or other.full_name} read one input and are one product, but their overlap options "
+                f"differ: set the same ones on both"
+            )
+    exchange.check(moves, name)
+    return moves
+
+
 def deal_rows(layer: Any, group: TPGroup, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> Dealt:
     """How a layer's rows are dealt in this call: `shape` of all ranks', `local_shape` of one's.
 
     Raises:
         KernelUnsupported: copies are asked for between ranks that can't copy.
     """
-    moves, exchange = read_moves(layer), find_exchange(group)
-    exchange.check(moves, layer.ub_name or layer.full_name)
+    exchange = find_exchange(group)
+    moves = choose_moves([layer], exchange)
     return Dealt(exchange, group.tp_rank, group.tp_size, shape, local_shape, layer.reduce_dtype, moves=moves)
 
 

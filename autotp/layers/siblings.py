@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 from ..collectives import copy_to_group
 from ..comm import TPGroup
-from ..exchange import Gather
+from ..exchange import Exchange, Gather
 from ..kernels.autocast import autocast_dtype
-from ..kernels.dealt import multiply_gathered
+from ..kernels.dealt import Dealt, multiply_gathered
+from ..kernels.moves import Moves
 from ..kernels.product import Merged, ProductSpec, multiply
+from .overlap import choose_moves
 from .product import make_spec, watches_operations
 from .side_by_side import ALIGNMENT_BYTES, Laid, can_lie, find_place, lay_together
 from .tokens import TokenStream
@@ -195,8 +197,14 @@ class SiblingInput:
             return multiply(spec, x, weights, biases, merged)
         tokens.note_reader(self)
         gather = Gather(x.detach().view(-1, x.shape[-1]))
-        spec = spec._replace(sum_input=None, dealt=tokens.describe(x, self.reduce_dtype, gather))
-        return multiply_gathered(spec, local, weights, biases, merged)
+        return multiply_gathered(self._deal(spec, tokens.describe(x, self.reduce_dtype, gather)), local, weights, biases, merged)
+
+    def _deal(self, spec: ProductSpec, dealt: Dealt) -> ProductSpec:
+        return spec._replace(sum_input=None, dealt=dealt._replace(moves=self.choose_moves(dealt.exchange)))
+
+    def choose_moves(self, exchange: Exchange) -> Moves:
+        """Which way rows move in this call, as the members' options say."""
+        return choose_moves([layer for slot in self._slots if (layer := slot()) is not None], exchange)
 
     def begin_ahead(self, local: Tensor, gather: Gather) -> Callable[[Tensor], None] | None:
         """Compute all members' outputs of rows that are still on their way.
@@ -218,7 +226,7 @@ class SiblingInput:
         if self._stays_alone(wants) or (dtype is not None and not wants):
             return None
         spec = self._spec or self._make_spec()
-        spec = spec._replace(sum_input=None, dealt=tokens.describe(local, self.reduce_dtype, gather))
+        spec = self._deal(spec, tokens.describe(local, self.reduce_dtype, gather))
         outputs = multiply_gathered(spec, local, weights, laid.biases, laid.merge())
 
         def hold(full: Tensor) -> None:

@@ -187,9 +187,10 @@ class TokenStream:
             full = self.join(x)
         else:
             lead, rest = (layout.lead, x.ndim - 1) if self._is_dealt(x) else ((layout.rows,), 1)
-            gather = find_exchange(self.group).gather(x.detach().reshape(layout.share, -1))
-            reader = self._readers.get(self.gathering)
+            exchange, reader = find_exchange(self.group), self._readers.get(self.gathering)
             siblings = None if reader is None or x.ndim != rest + 1 else reader()
+            way = None if siblings is None else siblings.choose_moves(exchange).forward
+            gather = exchange.gather(x.detach().reshape(layout.share, -1), way)
             if siblings is not None:
                 hold = siblings.begin_ahead(x, gather)
             rows = gather.wait_all()[: layout.rows]
