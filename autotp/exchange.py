@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import ctypes
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -108,8 +109,16 @@ class Exchange:
         """Whether `n_bytes`, of all blocks together, are copied, and why."""
         return decide(n_bytes, way, self.why_not, self.smallest_bytes if smallest_bytes is None else smallest_bytes)
 
-    def gather(self, local: Tensor, way: bool | None = None) -> Gather:
-        """Begin to gather `local` `[R, K]`, this rank's block, as large on all ranks; `way` as in kernels/moves.py."""
+    def beside(self) -> AbstractContextManager[Any]:
+        """In it what is queued runs beside what is queued outside from now on, once what was queued before is done."""
+        return nullcontext()
+
+    def gather(self, local: Tensor, way: bool | None = None, full: Tensor | None = None) -> Gather:
+        """Begin to gather `local` `[R, K]`, this rank's block, as large on all ranks; `way` as in kernels/moves.py.
+
+        Args:
+            full: memory that copies may be put into, `[T * R, K]`.
+        """
         return Gather(self.group.gather_rows(local))
 
     def scatter(self, rows: int, width: int, like: Tensor, dtype: torch.dtype | None = None, way: bool | None = None) -> Scatter:
@@ -256,10 +265,22 @@ class CopyExchange(Exchange):
             slot.grow(n_bytes)
         return slot
 
-    def gather(self, local: Tensor, way: bool | None = None) -> Gather:
+    def decide(self, n_bytes: int, way: bool | None, smallest_bytes: int | None = None) -> Decision:
+        found = super().decide(n_bytes, way, smallest_bytes)
+        if found.copies and torch.cuda.is_current_stream_capturing():
+            return Decision(False, "a CUDA graph is being captured, whose replays would not wait for new rows")
+        return found
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        self._stream.wait_stream(torch.cuda.current_stream(self.group.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def gather(self, local: Tensor, way: bool | None = None, full: Tensor | None = None) -> Gather:
         if not self.decide(self.group.tp_size * local.numel() * local.element_size(), way).copies:
             return super().gather(local)
-        return _CopyGather(self, local.contiguous())
+        return _CopyGather(self, local.contiguous(), full)
 
     def scatter(self, rows: int, width: int, like: Tensor, dtype: torch.dtype | None = None, way: bool | None = None) -> Scatter:
         if not self.decide(rows * width * like.element_size(), way).copies:
@@ -268,9 +289,10 @@ class CopyExchange(Exchange):
 
 
 class _CopyGather(Gather):
-    def __init__(self, exchange: CopyExchange, local: Tensor) -> None:
+    def __init__(self, exchange: CopyExchange, local: Tensor, full: Tensor | None) -> None:
         size, rows, me = exchange.group.tp_size, local.shape[0], exchange.rank
-        super().__init__(local.new_empty(size * rows, *local.shape[1:]), (me, *exchange.sources))
+        full = local.new_empty(size * rows, *local.shape[1:]) if full is None else full
+        super().__init__(full, (me, *exchange.sources))
         self.exchange, self.local, self.rank, self.rows = exchange, local, me, rows
         n_bytes, stream, driver = local.numel() * local.element_size(), exchange.stream, exchange.driver
         self.slot = slot = exchange.take_slot("gather", n_bytes)
@@ -340,7 +362,6 @@ class _CopyScatter(Scatter):
         total = total.to(self.dtype or self.part_dtype)
         for part in others:
             total.add_(part)
-        self.received = []
         return total
 
 

@@ -4,11 +4,11 @@ torchrun --nproc-per-node 2 scripts/bench_overlap.py [--out FILE.json]
 torchrun --nproc-per-node 2 scripts/bench_overlap.py --cpu        (small sizes, to see that it runs)
 
 For a width H the column product is that of q, k and v, or of gate and up, of a Llama (`[1.5 H / T, H]`, `[7 H / T, H]`), the row
-product that of o or down. "copies" moves rows by copy engines beside the GEMMs, "sequence" by NCCL before and after them, "alone"
-moves nothing (its numbers are wrong): what it takes less is the communication that shows; "blocks" the same, in the blocks of
-"copies". Microseconds on the GPU, calls being queued ahead, and "host" those that queueing a step takes; medians, of the slowest
-rank. "error" is the largest difference between the gradients of "copies" and "sequence", relative to
-their norm.
+product that of o or down; "sum" of these is the same where all ranks have all rows, and sum what they compute. "copies" moves rows
+by copy engines beside the GEMMs, "sequence" by NCCL before and after them, "alone" moves nothing (its numbers are wrong): what it
+takes less is the communication that shows; "blocks" the same, in the blocks of "copies". Microseconds on the GPU, calls being
+queued ahead, and "host" those that queueing a step takes; medians, of the slowest rank. "error" is the largest difference between
+the gradients of "copies" and "sequence", relative to their norm.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from torch import Tensor
 from autotp.comm import TPGroup, resolve_group
 from autotp.exchange import CopyExchange, Exchange, Gather, Scatter
 from autotp.kernels.dealt import Dealt, multiply_gathered, multiply_scattered
-from autotp.kernels.product import ProductSpec
+from autotp.kernels.moves import Decision, Moves
+from autotp.kernels.product import ProductSpec, multiply
 
 CPU = "--cpu" in sys.argv
 DTYPE = torch.float32 if CPU else torch.bfloat16
 ROWS, WIDTHS = ((64,), (64,)) if CPU else ((2048, 4096, 8192, 16384), (2048, 4096, 8192))
+MOVES = Moves(True, True, True, True)  # at any size
 CALLS, ROUNDS = (1, 1) if CPU else (4, 7)
 
 
 class NoExchange(Exchange):
     """Moves nothing."""
 
-    def gather(self, local: Tensor, way: bool | None = None) -> Gather:
+    def gather(self, local: Tensor, way: bool | None = None, full: Tensor | None = None) -> Gather:
         return Gather(local.new_empty(self.group.tp_size * local.shape[0], local.shape[1]))
 
     def scatter(self, rows: int, width: int, like: Tensor, dtype: torch.dtype | None = None, way: bool | None = None) -> Scatter:
@@ -50,7 +52,10 @@ class NoExchange(Exchange):
 class NoExchangeInBlocks(NoExchange):
     """Moves nothing, in blocks."""
 
-    def gather(self, local: Tensor, way: bool | None = None) -> Gather:
+    def decide(self, n_bytes: int, way: bool | None, smallest_bytes: int | None = None) -> Decision:
+        return Decision(True, "to see what blocks cost")
+
+    def gather(self, local: Tensor, way: bool | None = None, full: Tensor | None = None) -> Gather:
         size, me = self.group.tp_size, self.group.tp_rank
         return Gather(local.new_empty(size * local.shape[0], local.shape[1]), [(me + i) % size for i in range(size)])
 
@@ -87,7 +92,8 @@ def time_calls(call: Callable[[], Any], group: TPGroup) -> tuple[float, float]:
     for _ in range(ROUNDS):
         synchronize()
         dist.barrier()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if not CPU else (None, None)
+        begin: Any = None if CPU else torch.cuda.Event(enable_timing=True)
+        end: Any = None if CPU else torch.cuda.Event(enable_timing=True)
         if begin is not None:
             torch.cuda._sleep(20_000_000)  # about 11 ms in which the host queues all calls
             begin.record()
@@ -116,8 +122,14 @@ def make_cases(rows: int, width: int, group: TPGroup) -> dict[str, Callable[[Exc
         return (torch.randn(shape, device=device, dtype=torch.float32) * shape[-1] ** -0.5).to(DTYPE)
 
     def dealt(exchange: Exchange) -> ProductSpec:
-        how = Dealt(exchange, group.tp_rank, size, (1, rows), (1, rows // size))
+        how = Dealt(exchange, group.tp_rank, size, (1, rows), (1, rows // size), moves=MOVES)
         return ProductSpec(dealt=how)
+
+    def summed(exchange: Exchange, name: str) -> ProductSpec:
+        how = Dealt(exchange, group.tp_rank, size, (rows,), (rows // size,), moves=MOVES)
+        total = (lambda part: part) if isinstance(exchange, NoExchange) else group.all_reduce_owned
+        sums = how if exchange.decide(1, True).copies else None
+        return ProductSpec(sums=sums)._replace(**{name: total})
 
     cases: dict[str, Any] = {}
     for name, n in (("qkv", 3 * width // 2 // size), ("gate_up", 7 * width // size)):
@@ -128,7 +140,12 @@ def make_cases(rows: int, width: int, group: TPGroup) -> dict[str, Callable[[Exc
             weight = w.detach().clone().requires_grad_()
             return lambda: multiply_gathered(dealt(exchange), local, (weight,), (None,))[0], [local, weight]
 
-        cases[name] = column
+        def column_summed(exchange: Exchange, w: Tensor = w, x: Tensor = x) -> tuple[Callable, list[Tensor]]:
+            leaf, weight = x.detach().clone()[None].requires_grad_(), w.detach().clone().requires_grad_()
+            spec = summed(exchange, "sum_input")
+            return lambda: multiply(spec, leaf, (weight,), (None,)), [leaf, weight]
+
+        cases[name], cases[f"{name} sum"] = column, column_summed
     for name, k in (("o", width // size), ("down", 7 * width // 2 // size)):
         w, x = draw(width, k), draw(1, rows, k)
 
@@ -136,7 +153,12 @@ def make_cases(rows: int, width: int, group: TPGroup) -> dict[str, Callable[[Exc
             leaf, weight = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
             return lambda: multiply_scattered(dealt(exchange), leaf, weight), [leaf, weight]
 
-        cases[name] = row
+        def row_summed(exchange: Exchange, w: Tensor = w, x: Tensor = x) -> tuple[Callable, list[Tensor]]:
+            leaf, weight = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+            spec = summed(exchange, "sum_output")
+            return lambda: multiply(spec, leaf, (weight,), (None,)), [leaf, weight]
+
+        cases[name], cases[f"{name} sum"] = row, row_summed
     return cases
 
 
@@ -146,7 +168,7 @@ def run_case(make: Callable, exchanges: dict[str, Exchange], group: TPGroup) -> 
     for name, exchange in exchanges.items():
         forward, leaves = make(exchange)
         y = forward()
-        torch.manual_seed(1 + (group.tp_rank if y.shape[-2] * group.tp_size == leaves[0].shape[-2] else 0))
+        torch.manual_seed(1 + (group.tp_rank if y.shape[-2] * group.tp_size == leaves[0].shape[-2] else 0))  # each has its rows'
         dy = torch.randn(y.shape, device=y.device, dtype=torch.float32).to(y.dtype)
         outputs[name] = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
         del y
@@ -180,7 +202,6 @@ def main() -> None:
     }
     if not CPU:
         exchanges["copies"] = CopyExchange(group)
-        exchanges["copies"].smallest_bytes = 0  # type: ignore[attr-defined]
     results = []
     if group.tp_rank == 0:
         print("rows width product, then forward, step and host us of each of:", *exchanges, flush=True)

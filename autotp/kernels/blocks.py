@@ -10,6 +10,10 @@ wait for; else it is one GEMM, and what moves does so before or after.
 | `multiply_gathered_gradient` | `dx = gather(dy) @ w` | the same |
 | `multiply_into_scatter` | `y = scatter(x @ w)` | the scatter, behind this rank's own block, which comes last |
 | `sum_scattered` | `dx = scatter(dy @ w)` | the scatter, behind the other blocks and what the caller does meanwhile |
+| `sum_whole` | `dx = gather(scatter(dy @ w))` | both, behind the other blocks and what the caller does meanwhile |
+| `multiply_and_sum` | `y = gather(scatter(x @ w))` | the scatter, behind this rank's own block |
+
+The last two are for rows that all ranks have, and whose sums all ranks get: they are dealt for that moment only.
 """
 
 from __future__ import annotations
@@ -112,18 +116,24 @@ def multiply_into_scatter(dealt: Dealt, rows: Tensor, weights: Sequence[Tensor],
     if not scatter.order:
         return scatter.reduce(pad(multiply(), dealt))
 
-    def write(block: slice, out: Tensor) -> Tensor:
-        for w, part in zip(weights, out.split(sizes, 1), strict=True):
-            torch.mm(rows[block], w, out=part)
-        return out
-
     for rank in scatter.order:
-        write(dealt.block(rank), scatter.place(rank))
+        _multiply_block(rows[dealt.block(rank)], weights, scatter.place(rank))
         scatter.send(rank)
-    block = dealt.block(dealt.rank)
-    own = write(block, rows.new_empty(block.stop - block.start, sum(sizes)))
+    return pad_own(_multiply_own(dealt, scatter, rows, weights), dealt)
+
+
+def _multiply_block(rows: Tensor, weights: Sequence[Tensor], out: Tensor) -> Tensor:
+    for w, part in zip(weights, out.split([w.shape[1] for w in weights], 1), strict=True):
+        torch.mm(rows, w, out=part)
+    return out
+
+
+def _multiply_own(dealt: Dealt, scatter: Any, rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """This rank's block of the sum; what it computes of that itself hides the last of the others' parts."""
+    block = rows[dealt.block(dealt.rank)]
+    own = _multiply_block(block, weights, rows.new_empty(len(block), sum(w.shape[1] for w in weights)))
     received = scatter.receive()
-    return pad_own(own.add_(received) if received.dtype == own.dtype else received.add_(own).to(own.dtype), dealt)
+    return own.add_(received) if received.dtype == own.dtype else received.add_(own).to(own.dtype)
 
 
 def sum_scattered(dealt: Dealt, factors: Factors, meanwhile: Callable[[], Found]) -> tuple[Tensor, Found]:
@@ -142,6 +152,38 @@ def sum_scattered(dealt: Dealt, factors: Factors, meanwhile: Callable[[], Found]
         return pad_own(_complete(dealt, factors, scatter), dealt), meanwhile()
     found = meanwhile()
     return pad_own(_complete(dealt, factors, scatter), dealt), found
+
+
+def sum_whole(dealt: Dealt, factors: Factors, meanwhile: Callable[[], Found]) -> tuple[Tensor, Found]:
+    """`[M, K]`, the ranks' sum of all `dy @ w` on each of them, and what `meanwhile()` returns, run while rows move.
+
+    The exchange gives rows in blocks: where it does not, a sum of the whole is one collective, and the caller's.
+    """
+    dy, w = factors[0]
+    exchange, own = dealt.exchange, dealt.block(dealt.rank)
+    full = dy.new_empty(dealt.tp_size * -(-dealt.rows // dealt.tp_size), w.shape[1])
+    scatter = exchange.scatter(dealt.rows, w.shape[1], dy, dealt.reduce_dtype, True)
+    for rank in scatter.order:
+        add_products(factors, dealt.block(rank), scatter.place(rank))
+        scatter.send(rank)
+    mine = add_products(factors, own)
+    with exchange.beside():  # what is kept in names here lives until all of it has arrived
+        received = scatter.receive()
+        total = pad_own(received.add_(mine).to(mine.dtype), dealt)
+        gather = exchange.gather(total, True, full)
+    found = meanwhile()
+    return gather.wait_all()[: dealt.rows], found
+
+
+def multiply_and_sum(dealt: Dealt, rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """`[M, N1 + N2 + ...]`, the ranks' sum of `rows @ w` for each w `[K, Ni]`, side by side, on each of them."""
+    width = sum(w.shape[1] for w in weights)
+    scatter = dealt.exchange.scatter(dealt.rows, width, rows, dealt.reduce_dtype, True)
+    for rank in scatter.order:
+        _multiply_block(rows[dealt.block(rank)], weights, scatter.place(rank))
+        scatter.send(rank)
+    own = pad_own(_multiply_own(dealt, scatter, rows, weights), dealt)
+    return dealt.exchange.gather(own, True).wait_all()[: dealt.rows]
 
 
 def _complete(dealt: Dealt, factors: Factors, scatter: Any) -> Tensor:

@@ -36,7 +36,7 @@ from .blocks import (
     multiply_into_scatter,
     sum_scattered,
 )
-from .gradients import as_rows, bias_gradients, check_versions, join_gradients, weight_gradients
+from .gradients import as_rows, bias_gradients, check_versions, find_factors, join_gradients, weight_gradients
 from .main_grad import find_main_grad
 from .matmul import wgrad
 from .product import Merged, ProductSpec
@@ -109,19 +109,11 @@ def _gathered_backward(ctx: Any, rows: dict[int, Tensor]) -> tuple[Tensor | None
         return weight_gradients(ctx, rows, joined, None if gather is None else gather.wait_all()[: dealt.rows])
 
     if wanted[3]:
-        dx, dw = sum_scattered(dealt, _find_factors(ctx, rows, joined, saved), multiply_weights)
+        dx, dw = sum_scattered(dealt, find_factors(ctx, rows, joined, saved), multiply_weights)
         dx = dx.view(ctx.shape).to(ctx.dtype)
     else:
         dx, dw = None, multiply_weights()
     return None, None, None, dx, *dw, *bias_gradients(ctx, rows, joined)
-
-
-def _find_factors(ctx: Any, rows: dict[int, Tensor], joined: Tensor | None, saved: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Pairs `dy [M, N]`, `w [N, K]` whose products add up to the input's gradient."""
-    if joined is not None:
-        return [(joined, ctx.merged if ctx.merged is not None else as_rows(saved[0], ctx.spec))]
-    parts = saved if ctx.merged is None else ctx.merged.split([w.shape[0] for w in ctx.weights])
-    return [(dy, as_rows(parts[i], ctx.spec)) for i, dy in rows.items()]
 
 
 class _Scattered(torch.autograd.Function):

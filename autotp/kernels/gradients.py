@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,16 @@ def check_versions(ctx: Any) -> None:
             "one of the variables needed for gradient computation has been modified by an inplace operation: a weight of "
             f"linears that read one input, of shapes {[tuple(w.shape) for w in ctx.weights]}. Change weights after backward."
         )
+
+
+def find_factors(
+    ctx: Any, rows: dict[int, Tensor], joined: Tensor | None, saved: Sequence[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Pairs `dy [M, N]`, `w [N, K]` whose products add up to the input's gradient; `saved` are the weights without `merged`."""
+    if joined is not None:
+        return [(joined, ctx.merged if ctx.merged is not None else as_rows(saved[0], ctx.spec))]
+    parts = saved if ctx.merged is None else ctx.merged.split([w.shape[0] for w in ctx.weights])
+    return [(dy, as_rows(parts[i], ctx.spec)) for i, dy in rows.items()]
 
 
 def weight_gradients(ctx: Any, rows: dict[int, Tensor], joined: Tensor | None, x: Tensor | None) -> list[Tensor | None]:

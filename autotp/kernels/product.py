@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .autocast import autocast_dtype, disable_autocast
-from .gradients import as_rows, bias_gradients, check_versions, join_gradients, weight_gradients
+from .blocks import multiply_and_sum, sum_whole
+from .gradients import as_rows, bias_gradients, check_versions, find_factors, join_gradients, weight_gradients
 from .main_grad import find_main_grad
 from .matmul import dgrad, linear
 from .ownership import Ownership, count_references
@@ -42,6 +43,7 @@ class ProductSpec(NamedTuple):
         residual: return the input as well, last.
         adds_residual: whether this rank adds the residual's gradient to its part of the input's: one of them does.
         dealt: how rows are dealt to the ranks between products, see kernels/dealt.py.
+        sums: how they are dealt while a sum is made of them behind a product, in place of `sum_input` or `sum_output`.
     """
 
     run: Callable[..., Tensor] = linear
@@ -53,6 +55,7 @@ class ProductSpec(NamedTuple):
     residual: bool = False
     adds_residual: bool = True
     dealt: Any = None
+    sums: Any = None
 
 
 class Merged(NamedTuple):
@@ -155,7 +158,11 @@ _PLAIN_RESIDUAL = ProductSpec(residual=True)
 def _run_one(spec: ProductSpec, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     if spec.sum_output is None:
         return _own(spec.run(x, weight, _cast(bias, dtype)))
-    y = _own(spec.sum_output(spec.run(x, weight)))
+    if spec.sums is None:
+        y = _own(spec.sum_output(spec.run(x, weight)))
+    else:
+        rows = multiply_and_sum(spec.sums, x.reshape(-1, x.shape[-1]), [as_rows(weight, spec).t()])
+        y = _own(rows.view(*x.shape[:-1], -1))
     return y if bias is None else y.add_(bias.to(y.dtype))
 
 
@@ -180,10 +187,29 @@ def _backward(ctx: Any, rows: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
             find_main_grad(parameter, name)  # before any collective: a rank that raises inside would leave the others waiting
     x, *saved = ctx.saved_tensors
     joined = join_gradients(ctx, rows)
-    dx = _input_gradient(ctx, rows, joined, saved) if wanted[3] else None
-    dw = weight_gradients(ctx, rows, joined, x)
+
+    def multiply_weights() -> list[Tensor | None]:
+        return weight_gradients(ctx, rows, joined, x)
+
+    if not wanted[3]:
+        dx, dw = None, multiply_weights()
+    elif ctx.spec.sums is None or ctx.spec.sum_input is None:
+        dx, dw = _input_gradient(ctx, rows, joined, saved), multiply_weights()
+    else:
+        dx, dw = _sum_input_gradient(ctx, find_factors(ctx, rows, joined, saved), multiply_weights)
     db = bias_gradients(ctx, rows, joined)
     return None, None, None, dx, *dw, *db
+
+
+def _sum_input_gradient(
+    ctx: Any, factors: Any, meanwhile: Callable[[], list[Tensor | None]]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The input's gradient, summed over the ranks behind what is computed meanwhile."""
+    if ctx.merged is not None:
+        check_versions(ctx)
+    dx, dw = sum_whole(ctx.spec.sums, factors, meanwhile)
+    dx = dx.view(ctx.shape).to(ctx.dtype)
+    return dx if ctx.residual is None else dx + ctx.residual, dw
 
 
 def _input_gradient(ctx: Any, rows: dict[int, Tensor], joined: Tensor | None, saved: list[Tensor]) -> Tensor:

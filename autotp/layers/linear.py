@@ -34,11 +34,11 @@ from ..exchange import Gather
 from ..kernels.dealt import multiply_gathered, multiply_scattered
 from ..kernels.dispatch import Problem, select
 from ..kernels.main_grad import into_main_grad
-from ..kernels.product import ProductSpec, multiply_uncompiled
+from ..kernels.product import ProductSpec, multiply, multiply_uncompiled
 from ..shard import Cut, Shard
 from .base import TensorParallel_Layer, insert_class
 from .embedding import column_shard, gather_columns
-from .overlap import OverlapOptions, choose_moves
+from .overlap import OverlapOptions, choose_moves, deal_sums
 from .product import make_spec, sum_owned, watches_operations
 from .siblings import SiblingInput
 from .tokens import TokenStream
@@ -125,6 +125,10 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
         wanted = torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
+        if (leaves or (enters and wanted and x.requires_grad)) and not watches_operations():
+            sums = deal_sums([self], self.tp, x, weight.shape[self.out_dim if leaves else self.in_dim], self.reduce_dtype)
+            if sums is not None:
+                return multiply(self._make_spec(enters, leaves)._replace(sums=sums), x, (weight,), (bias,))
         if wanted and self.accumulate_into_main_grad:
             return self._multiply_accumulating(x, weight, bias, enters, leaves)
         if wanted:
@@ -155,11 +159,11 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
         dealt = dealt._replace(moves=choose_moves([self], dealt.exchange))
         return multiply_gathered(self._make_spec()._replace(dealt=dealt), local, (self.weight,), (self.bias,))[0]
 
-    def _make_spec(self) -> ProductSpec:
+    def _make_spec(self, enters: bool = False, leaves: bool = False) -> ProductSpec:
         accumulates = self.accumulate_into_main_grad
         names = tuple(f"{self.full_name}.{key}" if accumulates else None for key in ("weight", "bias"))
         copied = (self.copied.get("weight"), self.copied.get("bias"))
-        return make_spec(self.run, self.tp, self.reduce_dtype, copied, names, transposed=self.out_dim == 1)
+        return make_spec(self.run, self.tp, self.reduce_dtype, copied, names, enters, leaves, self.out_dim == 1)
 
     def add_bias_of_rows(self, y: Tensor) -> Tensor:
         """This rank's rows `y` plus the bias, whose gradient is summed over the ranks: each one's is of its rows alone."""
@@ -186,10 +190,7 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
 
     def _multiply_accumulating(self, x: Tensor, weight: Tensor, bias: Tensor | None, enters: bool, leaves: bool) -> Tensor:
         """The same as one step of autograd, which adds to main_grad; a compiler would not see that, and is interrupted."""
-        copied = (self.copied.get("weight"), self.copied.get("bias"))
-        names = (f"{self.full_name}.weight", f"{self.full_name}.bias")
-        spec = make_spec(self.run, self.tp, self.reduce_dtype, copied, names, enters, leaves, self.out_dim == 1)
-        return multiply_uncompiled(spec, x, (weight,), (bias,))
+        return multiply_uncompiled(self._make_spec(enters, leaves), x, (weight,), (bias,))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         siblings, weight = self.siblings, self._parameters.get("weight")

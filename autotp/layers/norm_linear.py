@@ -21,7 +21,7 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..collectives import copy_to_group, reduce_from_group, sum_copies
+from ..collectives import copy_to_group, sum_copies
 from ..comm import TPGroup, resolve_group
 from ..errors import AutoTPError, PlanError
 from ..shard import Shard
@@ -295,7 +295,6 @@ class LayerNormLinear(OverlapOptions, SideBySide, TensorParallel_Layer):
         if row:
             h = self._normalise_columns(inp, tp)
             y, _ = multiply_normalised(how, h, None, None, weights, [None] * len(weights), sink, self._merge(weights, True))
-            y = y if self.sequence_parallel else reduce_from_group(y, tp)
             bias = join_biases(added, self.part_sizes, y.dtype)
             y = y if bias is None else y + bias
         else:
@@ -332,6 +331,7 @@ class LayerNormLinear(OverlapOptions, SideBySide, TensorParallel_Layer):
             gather_rows=column and dealt,
             own_rows=self.parallel_mode is None and dealt,
             sum_input=column and not dealt and tp.tp_size > 1,
+            sum_output=self.parallel_mode == "row" and not dealt and tp.tp_size > 1,
             scatter_rows=self.parallel_mode == "row" and dealt,
             copied=self.copied,
             reduce_dtype=self.reduce_dtype,

@@ -2,12 +2,14 @@
 
 M rows, K in, N out (this rank's), T ranks. `h` is the normalised input, `H` the rows that are multiplied.
 
-| step | plain | column | column, dealt rows | whole, dealt rows | row, dealt rows (`h` is given) |
-|---|---|---|---|---|---|
-| forward | `y = h @ w.T + b` | the same | `H = gather(h)`, `y = H @ w.T + b` | `y = h @ w.T + b` | `y = scatter(h @ w.T)` |
-| dgrad | `dh = dy @ w` | `dh = all_reduce(dy @ w)` | `dh = scatter(dy @ w)` | `dh = dy @ w` | `dh = gather(dy) @ w` |
-| wgrad | `dw = dy.T @ h` | the same | `dw = dy.T @ gather(h)` | `dw = all_reduce(dy.T @ h)` | `dw = gather(dy).T @ h` |
-| norm | of `dh`, complete | the same | summed over the ranks | summed over the ranks | - |
+| step | plain | column | column, dealt rows | whole, dealt rows |
+|---|---|---|---|---|
+| forward | `y = h @ w.T + b` | the same | `H = gather(h)`, `y = H @ w.T + b` | `y = h @ w.T + b` |
+| dgrad | `dh = dy @ w` | `dh = all_reduce(dy @ w)` | `dh = scatter(dy @ w)` | `dh = dy @ w` |
+| wgrad | `dw = dy.T @ h` | the same | `dw = dy.T @ gather(h)` | `dw = all_reduce(dy.T @ h)` |
+| norm | of `dh`, complete | the same | summed over the ranks | summed over the ranks |
+
+In a row product `h` is given: `y = all_reduce(h @ w.T)`, or `y = scatter(h @ w.T)`, whose gradient is gathered first.
 
 What is gathered and scattered moves behind the products, see kernels/blocks.py.
 """
@@ -22,19 +24,22 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..collectives import copy_to_group, gather_rows_from_group, scatter_rows_to_group, sum_copies
+from ..collectives import copy_to_group, gather_rows_from_group, reduce_from_group, scatter_rows_to_group, sum_copies
 from ..kernels.autocast import autocast_dtype, disable_autocast
 from ..kernels.blocks import (
     add_products,
+    multiply_and_sum,
     multiply_gathered_gradient,
     multiply_gathered_rows,
     multiply_into_scatter,
     sum_scattered,
+    sum_whole,
 )
 from ..kernels.matmul import linear
 from ..kernels.norm import norm, norm_backward
 from ..kernels.product import Merged
 from .norm_wgrad import NormProduct, Product, Sink
+from .product import sum_owned
 
 
 class _NormProduct(torch.autograd.Function):
@@ -122,6 +127,11 @@ def multiply_moving(
     if how.scatter_rows:
         rows, turned = h.to(dtype), [weight.to(dtype).t() for weight in weights]
         return multiply_into_scatter(how.deal(len(h)), rows, turned, lambda: multiply_rows(rows, weights, biases)), h
+    if how.sum_output:
+        sums = how.deal_sum(len(h), sum(weight.shape[0] for weight in weights), dtype)
+        if sums is not None:
+            return multiply_and_sum(sums, h.to(dtype), [weight.to(dtype).t() for weight in weights]), h
+        return sum_owned(multiply_rows(h.to(dtype), weights, biases), how.group, how.reduce_dtype), h
     if not how.gather_rows:
         return multiply_rows(h.to(dtype), weights, biases), h
     dealt = how.deal(len(h) * how.group.tp_size)
@@ -174,13 +184,17 @@ def input_gradient(
     if how.gather_rows and pairs and not whole:
         dh, found = sum_scattered(how.deal(len(pairs[0][0])), pairs, meanwhile)
         return dh if given is None else dh + given, found
+    sums = how.deal_sum(len(pairs[0][0]), pairs[0][1].shape[1], dtype) if how.sum_input and pairs else None
+    if sums is not None:
+        dh, found = sum_whole(sums, pairs, meanwhile)
+        return dh if given is None else dh + given, found
     dh = add_products(pairs) if pairs else None
     if whole:
         dh, given = given if dh is None or given is None else dh + given, None
     if dh is not None and how.gather_rows:
         dh = how.group.reduce_scatter_rows(dh, how.reduce_dtype)
     elif dh is not None and how.sum_input:
-        dh = how.group.all_reduce(dh, dtype=how.reduce_dtype) if how.reduce_dtype else how.group.all_reduce_owned(dh)
+        dh = sum_owned(dh, how.group, how.reduce_dtype)
     return dh if given is None else given if dh is None else dh + given, meanwhile()
 
 
@@ -231,6 +245,8 @@ def multiply_plain(how: NormProduct, dtype: torch.dtype, x: Tensor, gamma, beta,
     y = multiply_rows(rows.to(dtype), tensors[:count], tensors[count:])
     if how.scatter_rows:
         y = scatter_rows_to_group(y, group, how.reduce_dtype)
+    elif how.sum_output:
+        y = reduce_from_group(y, group, how.reduce_dtype)
     return y, {None: None, "own": h, "all": rows}[how.give]
 
 

@@ -18,6 +18,7 @@ from ..kernels.matmul import view_side_by_side, wgrad
 from ..kernels.moves import BY_SIZE, Moves
 from ..kernels.norm import norm_forward
 from ..shard import Shard
+from .overlap import deal_sum
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class NormProduct:
         gather_rows: the rows are dealt to the ranks, and gathered before they are multiplied.
         own_rows: the rows are dealt to the ranks, and each multiplies its own: weight gradients are summed.
         sum_input: each rank computes a part of dh for all rows.
-        scatter_rows: each rank computes a part of y for all rows, which are dealt to the ranks.
+        sum_output: each rank computes a part of y for all rows; scatter_rows: which are dealt to the ranks then.
         copied: of each linear's weight, then each one's bias: its Shard where several ranks hold parts of it.
         reduce_dtype: in which parts of dh are summed; None for their own.
         give: which norm output is returned beside y: "own" rows, "all" rows, or None.
@@ -46,6 +47,7 @@ class NormProduct:
     gather_rows: bool = False
     own_rows: bool = False
     sum_input: bool = False
+    sum_output: bool = False
     scatter_rows: bool = False
     copied: tuple[Shard | None, ...] = ()
     reduce_dtype: torch.dtype | None = None
@@ -63,6 +65,15 @@ class NormProduct:
         exchange = find_exchange(group)
         exchange.check(self.moves, self.name)
         return Dealt(exchange, group.tp_rank, group.tp_size, (rows,), (own,), self.reduce_dtype, moves=self.moves)
+
+    def deal_sum(self, rows: int, width: int, dtype: torch.dtype) -> Dealt | None:
+        """How rows that all ranks have are dealt while they are summed; None: the sum is one collective.
+
+        Raises:
+            KernelUnsupported: copies are asked for between ranks that can't copy.
+        """
+        find_exchange(self.group).check(self.moves, self.name)
+        return deal_sum(self.group, self.moves, rows, rows * width * dtype.itemsize, self.reduce_dtype)
 
     def normalise(self, rows: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """h `[M, K]`, 1/rms and mean `[M]`."""

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import torch
+from torch import Tensor
 
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
@@ -135,6 +136,31 @@ def deal_rows(layer: Any, group: TPGroup, shape: tuple[int, ...], local_shape: t
     exchange = find_exchange(group)
     moves = choose_moves([layer], exchange)
     return Dealt(exchange, group.tp_rank, group.tp_size, shape, local_shape, layer.reduce_dtype, moves=moves)
+
+
+def deal_sums(layers: Sequence[Any], group: TPGroup, x: Tensor, width: int, reduce_dtype: torch.dtype | None) -> Dealt | None:
+    """How rows that all ranks have are dealt while their sums of `width` columns are made; None: the sum is one collective.
+
+    Args:
+        layers: which are multiplied with `x` `[..., K]` as one.
+
+    Raises:
+        KernelUnsupported: copies are asked for between ranks that can't copy.
+    """
+    rows = x.numel() // max(1, x.shape[-1])
+    n_bytes = rows * width * x.element_size()
+    if n_bytes < SMALLEST_SUM_BYTES and not any(layer.tp_overlap_comm for layer in layers):
+        return None
+    return deal_sum(group, choose_moves(layers, find_exchange(group)), rows, n_bytes, reduce_dtype)
+
+
+def deal_sum(group: TPGroup, moves: Moves, rows: int, n_bytes: int, reduce_dtype: torch.dtype | None) -> Dealt | None:
+    """The same where the moves are known already."""
+    exchange = find_exchange(group)
+    if not exchange.decide(n_bytes, moves.sums, SMALLEST_SUM_BYTES).copies:
+        return None
+    own = -(-rows // group.tp_size)
+    return Dealt(exchange, group.tp_rank, group.tp_size, (rows,), (own,), reduce_dtype, moves=moves)
 
 
 def explain_overlap(layer: Any, rows: int, dtype: torch.dtype | None = None) -> str:

@@ -29,7 +29,7 @@ from ..kernels.autocast import autocast_dtype
 from ..kernels.dealt import Dealt, multiply_gathered
 from ..kernels.moves import Moves
 from ..kernels.product import Merged, ProductSpec, multiply
-from .overlap import choose_moves
+from .overlap import choose_moves, deal_sums
 from .product import make_spec, watches_operations
 from .side_by_side import ALIGNMENT_BYTES, Laid, can_lie, find_place, lay_together
 from .tokens import TokenStream
@@ -194,6 +194,9 @@ class SiblingInput:
     def _run_product(self, spec: ProductSpec, x: Tensor, weights: Any, biases: Any, merged: Merged | None) -> Any:
         tokens, local = self.tokens, None if self.tokens is None else self.tokens.find_local(x)
         if tokens is None or local is None:
+            if self.group.tp_size > 1 and x.requires_grad:
+                members = [layer for slot in self._slots if (layer := slot()) is not None]
+                spec = spec._replace(sums=deal_sums(members, self.group, x, x.shape[-1], self.reduce_dtype))
             return multiply(spec, x, weights, biases, merged)
         tokens.note_reader(self)
         gather = Gather(x.detach().view(-1, x.shape[-1]))

@@ -10,8 +10,8 @@ from autotp.comm import resolve_group
 from autotp.errors import AutoTPError
 from autotp.exchange import Exchange, Gather, Scatter
 from autotp.kernels.dealt import Dealt, backward_linear, block_of, multiply_gathered, multiply_scattered
-from autotp.kernels.moves import Moves
-from autotp.kernels.product import Merged, ProductSpec
+from autotp.kernels.moves import Decision, Moves
+from autotp.kernels.product import Merged, ProductSpec, multiply
 
 
 def made(seed, *shape):
@@ -21,7 +21,10 @@ def made(seed, *shape):
 class BlockExchange(Exchange):
     """Gives blocks one by one as a GPU's exchange does, and nothing before it was waited for or after it was taken."""
 
-    def gather(self, local, way=None):
+    def decide(self, n_bytes, way, smallest_bytes=None):
+        return Decision(way is not False, "for this test")
+
+    def gather(self, local, way=None, full=None):
         return BlockGather(self.group, local)
 
     def scatter(self, rows, width, like, dtype=None, way=None):
@@ -165,6 +168,42 @@ def check_main_grad(group):
 
 def test_main_grad_in_dealt_products(ranks):
     ranks.run(check_main_grad)
+
+
+def check_sums(group, transposed):
+    """Sums of rows that all ranks have: a column's input gradient, with a residual's, and a row's output with its bias."""
+    tp = resolve_group(group)
+    exchange = BlockExchange(tp)
+    for rows, dtype in itertools.product((7, 1, 6), (None, torch.float64)):
+        sums = Dealt(exchange, tp.tp_rank, tp.tp_size, (rows,), (-(-rows // tp.tp_size),), dtype)
+        linear = (lambda x, w, b=None: x @ w + (0 if b is None else b)) if transposed else ProductSpec().run
+        spec = ProductSpec(linear, tp.all_reduce, None, transposed, (None,) * 4, (None,) * 4, True, tp.tp_rank == 0)
+        turn = (lambda w: w.t().contiguous()) if transposed else torch.clone
+        weights = [turn(made(9 * tp.tp_rank + i, n, 6)).requires_grad_() for i, n in enumerate((4, 3))]
+        x, dys = (
+            made(7, rows, 6).requires_grad_(),
+            [made(70 + tp.tp_rank, rows, 4), made(71 + tp.tp_rank, rows, 3), made(5, rows, 6)],
+        )
+        leaves, found = [x, *weights], []
+        for each in (spec, spec._replace(sums=sums)):
+            outputs = multiply(each, x, weights, (None, None))
+            found.append(torch.autograd.grad(outputs, leaves, dys))
+        torch.testing.assert_close(*found)
+        bias, spec = (
+            made(3, 4),
+            spec._replace(
+                sum_input=None, sum_output=tp.all_reduce, residual=False, sum_copies=(None,) * 2, main_grads=(None,) * 2
+            ),
+        )
+        found = [multiply(each, x, weights[:1], (bias,)) for each in (spec, spec._replace(sums=sums))]
+        torch.testing.assert_close(*found)
+        found = [torch.autograd.grad(y, leaves[:2], made(8, rows, 4)) for y in found]
+        torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_sums_of_whole_rows(ranks, transposed):
+    ranks.run(check_sums, transposed, size=3)
 
 
 def check_pieces(group, exchange_class):

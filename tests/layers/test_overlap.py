@@ -1,17 +1,26 @@
 """The options of overlap: what they say of each move, what they exclude, and layers whose rows come in blocks."""
 
+import itertools
+
 import pytest
 import torch
 
-from autotp import LayerNormLinear, Linear
+from autotp import LayerNormLinear, Linear, LinearAllreduce, LinearLayer
 from autotp.comm import resolve_group
 from autotp.errors import KernelUnsupported, PlanError
 from autotp.exchange import Exchange
 from autotp.kernels.moves import Moves
 from autotp.layers.overlap import explain_overlap, read_moves
+from autotp.layers.siblings import SiblingInput
 from tests.kernels.test_dealt import BlockExchange
 from tests.layers.test_linear_by_size import check_modes
+from tests.layers.test_merged import made
 from tests.layers.test_norm_linear import SPLITS, check_dealt, check_frozen_dealt
+
+
+def linear_of(columns, out, seed):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(columns, out, dtype=torch.float64)
 
 
 def column(**options):
@@ -54,6 +63,45 @@ def test_options_that_do_not_fit_are_refused():
     layer.ub_bulk_wgrad, layer.ub_overlap_rs_dgrad = True, True  # set on any instance, seen when it is read
     with pytest.raises(PlanError, match="excludes"):
         read_moves(layer)
+
+
+def check_region(group, main_grad):
+    """Siblings and the row linear behind them, whose sums are made in blocks, against the same in one process."""
+    tp = in_blocks(group)
+    layers = []
+    shared = SiblingInput(tp, 2)
+    for i, out in enumerate((8, 4)):
+        layers.append(LinearLayer(linear_of(6, out, i), tp, name=f"up{i}"))
+        layers[i].siblings = shared
+        shared.add(layers[i])
+    down = LinearAllreduce(linear_of(8, 6, 3), tp, name="down")
+    for layer in (*layers, down):
+        layer.tp_overlap_comm, layer.accumulate_into_main_grad = True, main_grad
+        for parameter in layer.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+    whole = [linear_of(6, 8, 0), linear_of(6, 4, 1), linear_of(8, 6, 3)]
+    x = made(1, 2, 3, 6).requires_grad_()
+    leaf = x.detach().clone().requires_grad_()
+    up, side = (layer(leaf) for layer in layers)
+    got = (down(up), tp.all_reduce(side.detach().sum((0, 1))[:1]))
+    want, other = whole[2](whole[0](x)), whole[1](x)
+    torch.testing.assert_close(got[0], want)
+    torch.autograd.backward([want, other], [made(2, *want.shape), torch.ones_like(other)])
+    torch.autograd.backward([got[0], side], [made(2, *want.shape), torch.ones_like(side)])
+    torch.testing.assert_close(leaf.grad, x.grad)
+    for layer, plain in zip((*layers, down), whole, strict=True):
+        for name, parameter in plain.named_parameters():
+            shard, mine = layer.shards.get(name), layer.get_parameter(name)
+            expected = parameter.grad if shard is None else shard.split(parameter.grad, tp.tp_rank)
+            torch.testing.assert_close(mine.main_grad if main_grad else mine.grad, expected)
+    layers[0].tp_overlap_comm = None
+    with pytest.raises(PlanError, match=r"up0 and up1 read one input .* options differ"):
+        layers[0](leaf.detach().requires_grad_())
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_sums_of_a_region_in_blocks(ranks, main_grad):
+    ranks.run(check_region, main_grad)
 
 
 class Reaching(Exchange):
@@ -108,15 +156,16 @@ def in_blocks(group):
 def check_linears_in_blocks(group):
     for mode in ("column", "row"):
         for main_grad in (False, True):
-            check_modes(in_blocks(group), mode, True, True, main_grad)
+            for dealt in (False, True):
+                check_modes(in_blocks(group), mode, dealt, True, main_grad)
 
 
 def check_norm_linears_in_blocks(group):
     tp = in_blocks(group)
     for split in SPLITS:
         for mode in ("column", "row"):
-            for delay in (False, True):
-                check_dealt(tp, "LayerNorm", False, split, mode, True, delay)
+            for dealt, delay in itertools.product((False, True), repeat=2):
+                check_dealt(tp, "LayerNorm", False, split, mode, dealt, delay)
     check_frozen_dealt(tp)
 
 
