@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 scripts/bench_overlap.py [--out FILE.json]
 torchrun --nproc-per-node 2 scripts/bench_overlap.py --cpu        (small sizes, to see that it runs)
 
 For a width H the column product is that of q, k and v, or of gate and up, of a Llama (`[1.5 H / T, H]`, `[7 H / T, H]`), the row
-product that of o or down; "sum" of these is the same where all ranks have all rows, and sum what they compute. "copies" moves rows
+product that of o or down; "sum" of these: the same where all ranks have all rows, and sum what they compute. "copies" moves rows
 by copy engines beside the GEMMs, "sequence" by NCCL before and after them, "alone" moves nothing (its numbers are wrong): what it
 takes less is the communication that shows; "blocks" the same, in the blocks of "copies". Microseconds on the GPU, calls being
 queued ahead, and "host" those that queueing a step takes; medians, of the slowest rank. "error" is the largest difference between

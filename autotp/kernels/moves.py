@@ -1,6 +1,6 @@
 """Which way rows move between the ranks: by copy engines beside the products, or by collectives before and after them.
 
-The sizes were measured on two H200s with scripts/bench_overlap.py; they are the one place where the automatic choice is made.
+This is the one place where the automatic choice is made. The sizes were measured on two H200s; scripts/bench_overlap.py does it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 SMALLEST_BYTES = 24 << 20  # of all blocks together: below, the host's part of a copied exchange costs more than it hides
-SMALLEST_SUM_BYTES = 64 << 20  # the same where all ranks get the sums of all rows: two exchanges; the one size that was measured
+SMALLEST_SUM_BYTES = 64 << 20  # the same where all ranks get all sums: of such copies the one size that was timed, by hand
 LARGEST_BYTES = 1 << 30  # of a symmetric buffer: above, collectives in sequence unless they are asked for
 
 
