@@ -231,7 +231,9 @@ def _check_pieces(
 def _note_call(ctx: Any, spec: ProductSpec, dtype: Any, merged: Merged | None, x: Tensor, weights: Any, biases: Any) -> Any:
     """Set what gradients.py reads of `ctx`; the merged weight as it is multiplied."""
     ctx.set_materialize_grads(False)
-    ctx.spec, ctx.weights, ctx.biases, ctx.merged, ctx.versions = spec, weights, biases, None, None
+    # The gather holds all rows: it goes with the forward.
+    ctx.spec = spec._replace(dealt=spec.dealt._replace(gather=None))
+    ctx.weights, ctx.biases, ctx.merged, ctx.versions = weights, biases, None, None
     ctx.shape, ctx.dtype = x.shape, x.dtype
     weight = None if merged is None else _cast(merged.weight, dtype)
     if merged is not None and ctx.needs_input_grad[3]:

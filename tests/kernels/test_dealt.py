@@ -1,6 +1,7 @@
 """Products whose rows are dealt to the ranks, in one piece and block by block, against the same product in one process."""
 
 import itertools
+import weakref
 from itertools import chain
 
 import pytest
@@ -101,12 +102,15 @@ def check_column(group, exchange_class, shape, merged, transposed):
     local = deal(tp, x.detach(), shape).clone().requires_grad_()
     linear = (lambda x, w, b=None: x @ w + (0 if b is None else b)) if transposed else ProductSpec().run
     copies = (None,) * (2 * len(sizes))
-    spec = ProductSpec(linear, None, None, transposed, copies, copies, dealt=how(tp, exchange_class(tp), shape))
+    exchange = exchange_class(tp)
+    gather = exchange.gather(local.detach().reshape(-1, width))
+    spec = ProductSpec(linear, None, None, transposed, copies, copies, dealt=how(tp, exchange, shape)._replace(gather=gather))
     outputs = multiply_gathered(spec, local, weights, biases, one)
     for got, want in zip(outputs, whole[tp.tp_rank], strict=True):
         torch.testing.assert_close(got, want.detach())
-    kept = [t for t in outputs[0].grad_fn.saved_tensors if t is not None and t.shape[-1] == width]
-    assert all(t.numel() <= local.numel() for t in kept) or not merged, "the gathered rows are kept for backward"
+    gathered = weakref.ref(gather.full)
+    del gather, spec
+    assert gathered() is None, "the gathered rows are kept for backward"
     torch.autograd.backward(outputs, cotangents[tp.tp_rank])
     torch.testing.assert_close(local.grad, deal(tp, x.grad, shape))
     for w, b, full, cotangent in zip(weights, biases, own, cotangents[tp.tp_rank], strict=True):
