@@ -1,4 +1,4 @@
-"""Imports go down: scripts -> cli -> train -> inject -> checkpoint -> layers -> collectives -> comm, kernels, shard -> errors."""
+"""Imports go down: scripts -> cli -> train -> inject -> checkpoint, generation -> layers -> collectives -> comm, kernels, shard -> errors."""
 
 import ast
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HEIGHT = dict(
     **dict(errors=0, version=0, shard=1, kernels=1, comm=2, collectives=3),
-    **dict(layers=4, checkpoint=5, inject=6, train=7, cli=8, __init__=9),
+    **dict(layers=4, checkpoint=5, generation=5, inject=6, train=7, cli=8, __init__=9),
 )
 
 

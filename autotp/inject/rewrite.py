@@ -15,6 +15,8 @@ from ..checkpoint.save import save_pretrained
 from ..checkpoint.source import ModuleSource, SafetensorsSource, take_part
 from ..comm import TPGroup, resolve_group
 from ..errors import AutoTPError, PlanError
+from ..generation.engine import PLACE
+from ..generation.install import install_generation
 from ..layers.attention import restore_fast_paths
 from ..layers.base import check_usable, find_group, index_parameters, mark_broken, sharded_modules
 from ..layers.entry import install_entry, remove_entry
@@ -157,7 +159,7 @@ def unshard(model: nn.Module) -> nn.Module:
         restore_attributes(module)
         remove_fixes(module)
         remove_forward(module)
-    for note in ("autotp_plan", "autotp_group"):
+    for note in ("autotp_plan", "autotp_group", PLACE):
         model.__dict__.pop(note, None)
     return model
 
@@ -246,5 +248,6 @@ def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str, fo
     model.__dict__["autotp_plan"], model.__dict__["autotp_group"] = plan, group
     install_entry(model, group, plan.head, plan.loss, logits)
     install_guards(save=save_pretrained)
+    install_generation()
     mark_model(model, group)
     index_parameters(model)
