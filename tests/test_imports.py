@@ -1,4 +1,5 @@
-"""Imports go down: scripts -> cli -> train -> inject -> checkpoint, generation -> layers -> collectives -> comm, kernels, shard -> errors."""
+"""Imports go down: scripts -> cli -> train -> inject -> checkpoint, generation
+-> layers -> collectives -> comm, kernels, shard -> errors."""
 
 import ast
 from pathlib import Path

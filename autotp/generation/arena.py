@@ -85,12 +85,14 @@ class ArenaLayer(StaticLayer):
         """Write new keys and values; returns those that attention reads."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        keys: Tensor = self.keys  # type: ignore[assignment]
+        values: Tensor = self.values  # type: ignore[assignment]
         if self.decoding:
-            self.keys.index_copy_(2, self.position, key_states)
-            self.values.index_copy_(2, self.position, value_states)
-            return self.keys, self.values
+            keys.index_copy_(2, self.position, key_states)
+            values.index_copy_(2, self.position, value_states)
+            return keys, values
         start, stop = self.filled, self.filled + key_states.shape[-2]
-        keys, values = self.keys[self.rows], self.values[self.rows]
+        keys, values = keys[self.rows], values[self.rows]
         keys[:, :, start:stop] = key_states
         values[:, :, start:stop] = value_states
         self.filled = stop
@@ -126,6 +128,7 @@ class ArenaCache(StaticCache):
         """A cache of its own memory with what the first `rows` rows hold of their first `length` tokens."""
         out = DynamicCache()
         for index, layer in enumerate(self.layers):
+            assert layer.keys is not None and layer.values is not None
             out.update(layer.keys[:rows, :, :length].clone(), layer.values[:rows, :, :length].clone(), index)
         return out
 

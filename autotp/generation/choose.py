@@ -24,8 +24,8 @@ class Head:
 
     def __init__(self, model: nn.Module) -> None:
         plan: Any = model.__dict__.get("autotp_plan")
-        found = model.get_submodule(plan.head) if plan is not None and plan.head else None
-        self.module = found if isinstance(found, VocabParallelHead) and plan.loss == SHARDED_LOSS else None
+        found = model.get_submodule(plan.head) if plan is not None and plan.head and plan.loss == SHARDED_LOSS else None
+        self.module = found if isinstance(found, VocabParallelHead) else None
         self.range: tuple[int, int] | None = None
         if self.module is not None and self.module.tp.tp_size > 1:
             self.range = vocab_range(self.module.shards["weight"], self.module.tp.tp_rank, self.module.full_name)

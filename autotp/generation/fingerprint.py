@@ -1,7 +1,7 @@
 """What the launches of a captured step depend on beside their inputs: where weights lie, and how the model would run now.
 
-A graph replays addresses and choices. Adapters switched off, hooks, a forward that was put in, another dtype or attention, weights
-assigned anew: each must show here, or the graph would go on with what was.
+A graph replays addresses and choices. Adapters switched off, hooks, a forward that was put in, another dtype or attention,
+weights assigned anew: each must show here, or the graph would go on with what was.
 """
 
 from __future__ import annotations

@@ -52,9 +52,7 @@ def _wrap_sample(original: Callable) -> Callable:
                 with torch.inference_mode(False), torch.no_grad():
                     return decode(engine, self, request, input_ids, kwargs)
             _prepare_other(engine, generation_config, reason)
-        return original(
-            self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **kwargs
-        )
+        return original(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **kwargs)
 
     return sample
 
@@ -97,7 +95,7 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
     request.config.disable_compile = True
     engine.refresh(model)
     inputs = take_inputs(input_ids, {name: value for name, value in model_kwargs.items() if name != cache_name})
-    rows, length = engine.bucket(input_ids.shape[0], request.limit - 1)
+    rows, length = engine.bucket(input_ids.shape[0], max(request.limit - 1, request.config.max_cache_len or 0))
     cache = engine.take_cache(model.config.get_text_config(decoder=True), rows, length)
     head = Head(model)
     positions = inputs.get("position_ids")
@@ -124,7 +122,8 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
     if not request.config.return_dict_in_generate:
         return sequences
     kept = cache.copy_out(input_ids.shape[0], sequences.shape[1] - 1)
-    return GenerateDecoderOnlyOutput(sequences=sequences, scores=loop.scores, logits=loop.logits, **{cache_name: kept})
+    made: Any = GenerateDecoderOnlyOutput
+    return made(sequences=sequences, scores=loop.scores, logits=loop.logits, **{cache_name: kept})
 
 
 def check_alike(group: TPGroup, asked: str) -> None:
