@@ -7,7 +7,7 @@ A random Llama of Llama-3-8B's shape, bf16, greedy. Every RESULT line is one mea
 
 | work | what |
 |---|---|
-| warm_up | seconds, and graphs captured, for the batch sizes and lengths below |
+| warm_up | seconds, and graphs captured, for one row and all lengths up to those below |
 | generate | wall milliseconds a token over 256 new tokens after 1024; "decode_ms" without the prompt's share |
 | first_token | milliseconds to the first token of 4096 |
 | memory | GiB beyond this rank's weights and cache, at the peak |
@@ -120,7 +120,7 @@ def synchronize() -> None:
 
 def measure_warm_up(model: Any) -> None:
     start = time.perf_counter()
-    captured = sum(autotp.warm_up(model, [batch], max_length=CONTEXT + NEW) for batch in reversed(BATCHES))
+    captured = autotp.warm_up(model, BATCHES[:1], max_length=CONTEXT + NEW)
     print_result("warm_up", graphs=captured, s=round(time.perf_counter() - start, 1), without=engine_of(model).broken)
 
 
