@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import Cache, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 
@@ -124,13 +124,12 @@ class ArenaCache(StaticCache):
         for layer in self.layers:
             layer.decoding = True
 
-    def copy_out(self, rows: int, length: int) -> DynamicCache:
-        """A cache of its own memory with what the first `rows` rows hold of their first `length` tokens."""
-        out = DynamicCache()
+    def copy_to(self, other: Cache, rows: int, length: int) -> Cache:
+        """Put the first `rows` rows and `length` tokens into an empty cache of another kind, which is returned."""
         for index, layer in enumerate(self.layers):
             assert layer.keys is not None and layer.values is not None
-            out.update(layer.keys[:rows, :, :length].clone(), layer.values[:rows, :, :length].clone(), index)
-        return out
+            other.update(layer.keys[:rows, :, :length].clone(), layer.values[:rows, :, :length].clone(), index)
+        return other
 
 
 def why_not_static(config: Any) -> str | None:

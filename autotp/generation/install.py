@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache, StaticCache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
 from ..comm import TPGroup
@@ -96,7 +97,8 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
     engine.refresh(model)
     inputs = take_inputs(input_ids, {name: value for name, value in model_kwargs.items() if name != cache_name})
     rows, length = engine.bucket(input_ids.shape[0], max(request.limit - 1, request.config.max_cache_len or 0))
-    cache = engine.take_cache(model.config.get_text_config(decoder=True), rows, length)
+    text = model.config.get_text_config(decoder=True)
+    cache = engine.take_cache(text, rows, length)
     head = Head(model)
     positions = inputs.get("position_ids")
     form = Form(
@@ -121,7 +123,9 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
         sequences = loop.run(read)
     if not request.config.return_dict_in_generate:
         return sequences
-    kept = cache.copy_out(input_ids.shape[0], sequences.shape[1] - 1)
+    static = request.config.cache_implementation == "static"
+    kept = StaticCache(config=text, max_cache_len=request.config.max_length - 1) if static else DynamicCache(config=text)
+    cache.copy_to(kept, input_ids.shape[0], sequences.shape[1] - 1)
     made: Any = GenerateDecoderOnlyOutput
     return made(sequences=sequences, scores=loop.scores, logits=loop.logits, **{cache_name: kept})
 
