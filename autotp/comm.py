@@ -50,6 +50,7 @@ class TPGroup:
         self.owned: dict[str, Any] = {}
         self._store = None
         self._arrivals = itertools.count()
+        self._left: list[str] = []  # this rank's notes in the store that some rank may not have read yet
         if group is not None:
             number = next(_counter)
             # Every member makes its groups in the same order, but may hold others too: the first one names the store.
@@ -119,6 +120,7 @@ class TPGroup:
             return [note]
         key = f"arrive/{next(self._arrivals)}"
         self._store.set(f"{key}/{self.tp_rank}", f"{what}|{note}")
+        self._left.append(f"{key}/{self.tp_rank}")
         if not wait:
             return []
         missing, notes = [], []
@@ -138,6 +140,8 @@ class TPGroup:
                 f"{what}: TP rank(s) {missing} did not come within {self.timeout_s:g} s. "
                 f"Every rank of the TP group must call it, rank 0 included."
             )
+        while len(self._left) > 1:  # all ranks are here, so they have read what was left for them before
+            self._store.delete_key(self._left.pop(0))
         return notes
 
     # -- collectives without gradient ---------------------------------------------------------------------------------

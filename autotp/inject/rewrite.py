@@ -15,6 +15,8 @@ from ..checkpoint.save import save_pretrained
 from ..checkpoint.source import ModuleSource, SafetensorsSource, take_part
 from ..comm import TPGroup, resolve_group
 from ..errors import AutoTPError, PlanError
+from ..generation.engine import PLACE
+from ..generation.install import install_generation
 from ..layers.attention import restore_fast_paths
 from ..layers.base import check_usable, find_group, index_parameters, mark_broken, sharded_modules
 from ..layers.entry import install_entry, remove_entry
@@ -161,7 +163,7 @@ def unshard(model: nn.Module) -> nn.Module:
         restore_attributes(module)
         remove_fixes(module)
         remove_forward(module)
-    for note in ("autotp_plan", "autotp_group"):
+    for note in ("autotp_plan", "autotp_group", PLACE):
         model.__dict__.pop(note, None)
     return model
 
@@ -252,5 +254,6 @@ def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str, fo
     install_entry(model, group, plan.head, plan.loss, logits)
     model.__dict__["autotp_entry"].handles += watch_owners(model)
     install_guards(save=save_pretrained)
+    install_generation()
     mark_model(model, group)
     index_parameters(model)

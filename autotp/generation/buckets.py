@@ -1,0 +1,31 @@
+"""Sizes that static memory comes in, so that few CUDA graphs serve every batch and length."""
+
+from __future__ import annotations
+
+SHORTEST = 256  # tokens of cache: below, attention costs nothing beside the weights
+FINER = 1024  # from here on also the sizes half way between two powers of two
+PASS_TOKENS = 8192  # rows x tokens of a prompt that go through the model in one forward
+WHOLE_ROW_TOKENS = 32768  # a row up to this long goes in one piece: pieces need a mask, which flash attention knows not
+
+
+def round_rows(rows: int) -> int:
+    """The batch size that `rows` sequences run in: the next power of two."""
+    return 1 << (rows - 1).bit_length()
+
+
+def round_length(tokens: int) -> int:
+    """The cache length, in tokens, that `tokens` fit into."""
+    power = 1 << (max(tokens, SHORTEST) - 1).bit_length()
+    middle = power // 4 * 3
+    return middle if middle >= FINER and tokens <= middle else power
+
+
+def split_prompt(rows: int, tokens: int) -> tuple[int, int | None]:
+    """How a prompt `[rows, tokens]` goes through the model: rows a forward, and tokens a piece (None: each row in one piece).
+
+    Rows are independent of one another, so fewer at a time cost nothing but launches and bound what activations take; a row
+    is cut only where it alone is too long.
+    """
+    if tokens > WHOLE_ROW_TOKENS:
+        return 1, PASS_TOKENS
+    return max(1, min(rows, PASS_TOKENS // max(tokens, 1))), None
