@@ -31,6 +31,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def linear_few(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "") -> Tensor:
+    """`linear`; with an activation `activation(gate) * up` of its halves: weight `[2N, K]`, bias `[2N]`, result `[..., N]`."""
+    y = F.linear(x, weight, bias)
+    return gated_forward(*y.chunk(2, -1), activation) if activation else y
+
+
 def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight + bias`, as transformers' Conv1D: x `[..., K]`, weight `[K, N]`, bias `[N]`, result `[..., N]`."""
     flat = x.reshape(-1, x.shape[-1])
