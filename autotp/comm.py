@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import AutoTPError, GatherError
+from .kernels.decode import is_decoding
+from .peers import PeerMemory, check_kind
 from .shard import Shard
 
 _counter = itertools.count()
@@ -48,6 +50,7 @@ class TPGroup:
         self.ranks = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
         self._store = None
         self._arrivals = itertools.count()
+        self._peers: PeerMemory | None = None
         if group is not None:
             number = next(_counter)
             # Every member makes its groups in the same order, but may hold others too: the first one names the store.
@@ -151,8 +154,34 @@ class TPGroup:
             return tensor
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
+        if op == "sum" and is_decoding():
+            return self.all_reduce_small(tensor)
         dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=self.group)
         return tensor
+
+    def all_reduce_small(self, tensor: Tensor, kind: str = "push") -> Tensor:
+        """The sum over the ranks of a contiguous tensor of a few KiB; in a CUDA graph a third of what NCCL takes, elsewhere more.
+
+        Where the GPUs can't write to each other, or the tensor is too large, NCCL sums it, in `tensor`'s memory.
+
+        Args:
+            kind: "push": each rank writes its part to all; "one_shot", "two_shot": PyTorch's symmetric-memory kernels.
+
+        Raises:
+            AutoTPError: an unknown kind, or "multimem_all_reduce".
+        """
+        peers = self.find_peers()
+        check_kind(kind)
+        total = None if peers is None else peers.sum_small(tensor, kind)
+        if total is None:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor if total is None else total
+
+    def find_peers(self) -> PeerMemory | None:
+        """The memory that the ranks write to each other; None on a CPU."""
+        if self._peers is None and self.tp_size > 1 and self.device.type == "cuda":
+            self._peers = PeerMemory(self)
+        return self._peers
 
     def all_gather(self, local: Tensor, shard: Shard) -> Tensor:
         """The full tensor of which every rank holds its part of `shard`; bitwise, uneven parts included."""

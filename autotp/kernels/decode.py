@@ -27,4 +27,4 @@ def decoding() -> Iterator[None]:
 
 def is_decoding() -> bool:
     """Whether `decoding` is on here and nothing needs to see plain operations."""
-    return _decoding.get() and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and _decoding.get()

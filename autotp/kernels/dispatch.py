@@ -131,6 +131,7 @@ BACKENDS: dict[str, list[Backend]] = {
         Backend("few_rows", "few_rows:linear", _why_not_few_rows, rather_not_triton),  # reference.linear but while decoding
         Backend("reference", reference.linear),
     ],
+    "reduce_rows": [_triton("triton_peers:reduce_rows")],
     "linear_few": [_triton("triton_few_rows:linear_few", _why_not_few_rows), Backend("reference", reference.linear_few)],
     "linear_transposed": [Backend("reference", reference.linear_transposed)],
     "norm_forward": [

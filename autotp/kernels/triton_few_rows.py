@@ -6,7 +6,7 @@
 | 5 to 16 | a block of rows of the weight on the matrix units, x padded to 16 rows |
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import NamedTuple
