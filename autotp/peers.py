@@ -65,19 +65,21 @@ class PeerMemory:
 
         None, and nothing done, where the rows are too many or too wide, or no memory was made for them before a capture.
         """
-        width = x.shape[-1] if x.ndim else 0
-        if not x.numel() or x.dtype not in DTYPES or width * x.element_size() % 4:
+        inbox = self.find_inbox(x)
+        if inbox is None:
             return None
-        rows, row_words = x.numel() // width, width * x.element_size() // 4
-        words = next((words for words in WORDS if row_words <= words), 0)
-        if not words or rows > ROWS:
+        width = x.shape[-1]
+        return select(Problem("reduce_rows", x.device.type, x.dtype, rows=x.numel() // width, width=width))(x, inbox, **rest)
+
+    def find_inbox(self, x: Tensor) -> Any:
+        """The `triton_peers.Inbox` that holds rows like those of `x`, made if it is not there yet; None without one."""
+        row_bytes = x.shape[-1] * x.element_size() if x.ndim else 0
+        words = next((words for words in WORDS if 0 < row_bytes <= 4 * words), 0)
+        if not words or row_bytes % 4 or not 0 < x.nbytes <= ROWS * row_bytes or x.dtype not in DTYPES:
             return None
         if words not in self._inboxes and self._can_make():
             self._inboxes[words] = self._try(self._make_inbox, words)
-        inbox = self._inboxes.get(words)
-        return (
-            None if inbox is None else select(Problem("reduce_rows", x.device.type, x.dtype, "", rows, width))(x, inbox, **rest)
-        )
+        return self._inboxes.get(words)
 
     def _can_make(self) -> bool:
         """Whether memory may be allocated now; what the ranks could not make once they don't try again."""

@@ -29,9 +29,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from autotp.comm import init_process_group_from_env, resolve_group
-from autotp.kernels import reference
+from autotp.kernels import reference, reference_decode, triton_cache
 from autotp.kernels.norm import add_norm
 from autotp.kernels.triton_few_rows import MOST_DOT_ROWS, Tile, choose_tile, linear_few
+from autotp.kernels.triton_launch import count_processors
 
 CPU = "--cpu" in sys.argv
 DEVICE, DTYPE, EPS = "cpu" if CPU else "cuda", torch.float16 if CPU else torch.bfloat16, 1e-5
@@ -126,7 +127,7 @@ def bench_product(name: str, m: int) -> None:
     n, k, activation = PRODUCTS[name]
     rows = 2 * n if activation else n
     n_bytes = rows * k * DTYPE.itemsize
-    weights = [draw(rows, k) for _ in range(max(2, ROTATED_BYTES // n_bytes))]
+    weights = [draw(rows, k) for _ in range(count_sets(n_bytes))]
     x = draw(m, k)
 
     def plain(weight):
@@ -149,6 +150,11 @@ def bench_product(name: str, m: int) -> None:
         chosen_us=round(times[chosen], 1), chosen=tuple(chosen), torch_us=round(torch_us, 1), torch_gbps=rate(n_bytes, torch_us),
         tried=len(times), err=f"{errors[0]:.1e}", torch_err=f"{errors[1]:.1e}",
     )  # fmt: skip
+
+
+def count_sets(n_bytes: int) -> int:
+    """How many sets of inputs to take in turn."""
+    return min(64, max(2, ROTATED_BYTES // n_bytes))
 
 
 def rate(n_bytes: int, us: float) -> int:
@@ -213,6 +219,46 @@ def bench_sums(tp: Any, rows: int, width: int = 4096) -> None:
         report(sum=f"{rows} x {width}", bytes=x.nbytes, ranks=tp.tp_size, chosen_warps=own(width // 2), us=times)
 
 
+def bench_attention(batch: int, context: int, length: int) -> None:
+    """One token of `batch` sequences, `context` of a cache of `length` filled, the first ones padded on the left."""
+    heads, kv_heads, width = (4, 2, 16) if CPU else (16, 4, 128)
+    n_bytes = 2 * batch * kv_heads * context * width * DTYPE.itemsize
+    caches = [(draw(batch, kv_heads, length, width), draw(batch, kv_heads, length, width)) for _ in range(count_sets(n_bytes))]
+    q, scale, token = draw(batch, heads, 1, width), width**-0.5, torch.arange(length, device=DEVICE)
+    start = torch.arange(batch, device=DEVICE)[:, None] * 3
+    mask = ((token < context) & (token >= start)).view(batch, 1, 1, length)
+
+    def plain(k: torch.Tensor, v: torch.Tensor, repeat: bool = True) -> torch.Tensor:
+        if not repeat:  # one query token: kv heads take their queries as rows
+            return F.scaled_dot_product_attention(q.view(batch, kv_heads, -1, width), k, v, mask, scale=scale)
+        k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+
+    chosen = triton_cache.choose_splits(batch * kv_heads, length, count_processors(caches[0][0].device))
+    times = {
+        splits: graph_us([lambda kv=kv, splits=splits: triton_cache.attend_cache(q, *kv, mask, scale, splits) for kv in caches])
+        for splits in {chosen, *([] if CPU else (1, 2, 4, 8, 16, 32, 64))}
+    }
+    best = min(times, key=lambda splits: times[splits])
+    exact = reference_decode.attend_cache(q.double(), *(x.double() for x in caches[0]), mask, scale)
+    errors = (
+        error_of(triton_cache.attend_cache(q, *caches[0], mask, scale), exact),
+        error_of(plain(*caches[0]).transpose(1, 2), exact),
+    )
+    check(f"attention {batch} x {context}", errors[0], 2 * errors[1])
+    k, v = draw(batch, kv_heads, 1, width), draw(batch, kv_heads, 1, width)
+    position = torch.tensor([context], device=DEVICE)
+    written = [triton_cache.write_cache, reference_decode.write_cache]
+    writes = [graph_us([lambda kv=kv, run=run: run(k, v, *kv, position) for kv in caches]) for run in written]
+    times_of = {"repeat_kv": graph_us([lambda kv=kv: plain(*kv) for kv in caches])}
+    times_of["grouped"] = graph_us([lambda kv=kv: plain(*kv, repeat=False) for kv in caches])
+    report(
+        attention=f"{batch} x {context} of {length}", us=round(times[best], 1), gbps=rate(n_bytes, times[best]), splits=best,
+        chosen_us=round(times[chosen], 1), chosen=chosen, sdpa_us={name: round(us, 1) for name, us in times_of.items()},
+        write_us=[round(us, 1) for us in writes], err=f"{errors[0]:.1e}", torch_err=f"{errors[1]:.1e}",
+    )  # fmt: skip
+
+
 def copy_rate() -> int:
     source = torch.empty(1 << (20 if CPU else 30), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
@@ -222,7 +268,7 @@ def copy_rate() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="small sizes on the CPU, to see that it runs")
-    parser.add_argument("--only", help="products or sums")
+    parser.add_argument("--only", help="sums, products or attention")
     options, start = parser.parse_args(), time.perf_counter()
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     torch.manual_seed(RANK)
@@ -239,6 +285,10 @@ def main() -> int:
         works = list(itertools.product((1, 8) if CPU else (1, 2, 4, 8, 16), PRODUCTS))
         for m, name in works[RANK :: int(os.environ.get("WORLD_SIZE", 1))]:  # each rank some: compiling takes the time
             bench_product(name, m)
+    if options.only in (None, "attention"):
+        caches = [(1, 40, 64), (2, 30, 96)] if CPU else [(1, 1100, 2048), (8, 1100, 2048), (64, 1100, 2048), (1, 8000, 8192)]
+        for batch, context, length in caches[RANK :: int(os.environ.get("WORLD_SIZE", 1))]:
+            bench_attention(batch, context, length)
     report(rank=RANK, done=True, wrong=sorted(set(wrong)), seconds=round(time.perf_counter() - start))
     if several:
         dist.barrier()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import KernelUnsupported
-from . import fused_torch, grouped, reference, reference_experts
+from . import fused_torch, grouped, reference, reference_decode, reference_experts
 
 VARIABLE = "AUTOTP_BACKEND"
 WIDEST_ROW = 16384  # columns that a Triton norm holds in registers; from about twice as many the backward spills
@@ -117,6 +117,10 @@ def _why_not_few_rows(problem: Problem) -> list[str]:
     return against
 
 
+def _rather_not_few_rows(problem: Problem) -> list[str]:
+    return _why_not_few_rows(problem) + rather_not_triton(problem)
+
+
 def _triton(
     run: str,
     why_not: Callable[[Problem], list[str]] = why_not_triton,
@@ -128,10 +132,14 @@ def _triton(
 # The one place where backends are ordered; scripts/bench_kernels.py measures them.
 BACKENDS: dict[str, list[Backend]] = {
     "linear": [
-        Backend("few_rows", "few_rows:linear", _why_not_few_rows, rather_not_triton),  # reference.linear but while decoding
+        Backend("few_rows", "few_rows:linear", rather_not=_rather_not_few_rows),  # reference.linear, but while decoding
         Backend("reference", reference.linear),
     ],
     "reduce_rows": [_triton("triton_peers:reduce_rows")],
+    **{
+        op: [_triton(f"triton_cache:{op}"), Backend("reference", getattr(reference_decode, op))]
+        for op in ("attend_cache", "write_cache")
+    },
     "linear_few": [_triton("triton_few_rows:linear_few", _why_not_few_rows), Backend("reference", reference.linear_few)],
     "linear_transposed": [Backend("reference", reference.linear_transposed)],
     "norm_forward": [

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from . import reference
 from .decode import is_decoding
@@ -44,7 +45,7 @@ def _problem(x: Tensor, activation: str) -> Problem:
 
 def fits(x: Tensor, w: Tensor, b: Tensor | None = None) -> bool:
     """Whether the product of `x` `[..., K]` is one of few rows within `decoding`, without gradient, of plain memory."""
-    if not is_decoding():
+    if not is_decoding() or type(x) not in (Tensor, Parameter):
         return False
     if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad or (b is not None and b.requires_grad)):
         return False
