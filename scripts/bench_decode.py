@@ -240,7 +240,7 @@ def bench_attention(batch: int, context: int, length: int) -> None:
         for splits in {chosen, *([] if CPU else (1, 2, 4, 8, 16, 32, 64))}
     }
     best = min(times, key=lambda splits: times[splits])
-    exact = reference_decode.attend_cache(q.double(), *(x.double() for x in caches[0]), mask, scale)
+    exact = reference_decode.attend_cache(q.double(), caches[0][0].double(), caches[0][1].double(), mask, scale)
     errors = (
         error_of(triton_cache.attend_cache(q, *caches[0], mask, scale), exact),
         error_of(plain(*caches[0]).transpose(1, 2), exact),
