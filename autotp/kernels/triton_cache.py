@@ -12,6 +12,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from .triton_early import early, start_next, wait_for_previous
 from .triton_launch import ceil_power, count_processors, on_own_device
 
 BLOCK = 64  # tokens of a step
@@ -26,8 +27,11 @@ def _attend(
     q_batch, q_head, k_batch, k_head, k_token, v_batch, v_head, v_token, mask_batch,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Part `split` of the cache for one kv head: y `[B, Hq, splits, E]`, best and total `[B, Hq, splits]`."""
+    start_next(EARLY)
+    wait_for_previous(EARLY)
     batch, head, part = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
     rows, cols, out = tl.arange(0, ROWS), tl.arange(0, COLS), tl.arange(0, OUT)
     queries = head * GROUP + rows
@@ -66,8 +70,10 @@ def _attend(
 
 
 @triton.jit
-def _join(parts, best, total, y, splits, E: tl.constexpr, OUT: tl.constexpr, SPLITS: tl.constexpr):
+def _join(parts, best, total, y, splits, E: tl.constexpr, OUT: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
     """One query head: its parts `[splits, E]` weighed by what each program saw."""
+    start_next(EARLY)
+    wait_for_previous(EARLY)
     head = tl.program_id(0).to(tl.int64)
     part, out = tl.arange(0, SPLITS), tl.arange(0, OUT)
     there = part < splits
@@ -108,11 +114,11 @@ def attend_cache(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: fl
         q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], mask_batch,
         GROUP=group, HEADS=heads, D=width, E=out,
         ROWS=max(16, ceil_power(group)), COLS=max(16, ceil_power(width)), OUT=max(16, ceil_power(out)), BLOCK=BLOCK,
-        num_warps=WARPS if max(width, out) <= 128 else 2 * WARPS,
+        num_warps=WARPS if max(width, out) <= 128 else 2 * WARPS, **early(q),
     )  # fmt: skip
     if splits > 1:
         _join[(batch * heads,)](
-            parts, best, total, y, splits, E=out, OUT=ceil_power(out), SPLITS=ceil_power(splits), num_warps=WARPS
+            parts, best, total, y, splits, E=out, OUT=ceil_power(out), SPLITS=ceil_power(splits), num_warps=WARPS, **early(q)
         )
     return y.unsqueeze(1)
 
@@ -121,8 +127,10 @@ def attend_cache(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: fl
 def _write(
     k, v, keys, values, position, heads, k_batch, k_head, v_batch, v_head,
     keys_batch, keys_head, keys_token, values_batch, values_head, values_token,
-    D: tl.constexpr, E: tl.constexpr, COLS: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_next(EARLY)
+    wait_for_previous(EARLY)
     batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     token = tl.load(position)
     cols = tl.arange(0, COLS)
@@ -138,5 +146,5 @@ def write_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, position: Te
     batch, heads, _, width = k.shape
     _write[(batch * heads,)](
         k, v, keys, values, position, heads, *k.stride()[:2], *v.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-        D=width, E=v.shape[-1], COLS=ceil_power(max(width, v.shape[-1])), num_warps=1,
+        D=width, E=v.shape[-1], COLS=ceil_power(max(width, v.shape[-1])), num_warps=1, **early(k),
     )  # fmt: skip

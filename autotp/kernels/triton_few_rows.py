@@ -16,6 +16,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from .triton_early import early, start_next, wait_for_previous
 from .triton_gated import _activate
 from .triton_launch import on_own_device
 
@@ -45,45 +46,59 @@ def _finish(gate, up, bias, n, inside, N, dtype: tl.constexpr, ACTIVATION: tl.co
 
 
 @triton.jit
+def _load_tile(rows, start, cols, inside, K: tl.constexpr, WHOLE: tl.constexpr):
+    mask = inside[:, None] & (start < K) if WHOLE else inside[:, None] & (cols < K - start)[None, :]
+    return tl.load(rows + start, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
 def _dot_rows(
     x, w, bias, y, N, x_step, w_step,
     K: tl.constexpr, M: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """Each step loads the weights of the next; those of the first are on their way before x is there."""
+    start_next(EARLY)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = n < N
     cols = tl.arange(0, BLOCK)
     first = w + n.to(tl.int64)[:, None] * w_step + cols[None, :]
     second = w + (n.to(tl.int64) + N)[:, None] * w_step + cols[None, :]
+    wg = _load_tile(first, 0, cols, inside, K, WHOLE)
+    if ACTIVATION != "":
+        wu = _load_tile(second, 0, cols, inside, K, WHOLE)
+    wait_for_previous(EARLY)
     g0 = tl.zeros((ROWS, BLOCK), tl.float32)
     g1, g2, g3, u0, u1, u2, u3 = g0, g0, g0, g0, g0, g0, g0
     for start in tl.range(0, K, BLOCK, loop_unroll_factor=UNROLL):
-        present = cols < K - start
-        mask = inside[:, None] if WHOLE else inside[:, None] & present[None, :]
-        wg = tl.load(first + start, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        gate = wg.to(tl.float32)
         if ACTIVATION != "":
-            wu = tl.load(second + start, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            up = wu.to(tl.float32)
+        if K > BLOCK:
+            wg = _load_tile(first, start + BLOCK, cols, inside, K, WHOLE)
+            if ACTIVATION != "":
+                wu = _load_tile(second, start + BLOCK, cols, inside, K, WHOLE)
         for m in tl.static_range(M):
             if WHOLE:
                 row = tl.load(x + m * x_step + start + cols).to(tl.float32)[None, :]
             else:
-                row = tl.load(x + m * x_step + start + cols, mask=present, other=0.0).to(tl.float32)[None, :]
+                row = tl.load(x + m * x_step + start + cols, mask=cols < K - start, other=0.0).to(tl.float32)[None, :]
             if m == 0:
-                g0 += wg * row
+                g0 += gate * row
                 if ACTIVATION != "":
-                    u0 += wu * row
+                    u0 += up * row
             elif m == 1:
-                g1 += wg * row
+                g1 += gate * row
                 if ACTIVATION != "":
-                    u1 += wu * row
+                    u1 += up * row
             elif m == 2:
-                g2 += wg * row
+                g2 += gate * row
                 if ACTIVATION != "":
-                    u2 += wu * row
+                    u2 += up * row
             else:
-                g3 += wg * row
+                g3 += gate * row
                 if ACTIVATION != "":
-                    u3 += wu * row
+                    u3 += up * row
     dtype: tl.constexpr = y.dtype.element_ty
     tl.store(y + n, _finish(tl.sum(g0, 1), tl.sum(u0, 1), bias, n, inside, N, dtype, ACTIVATION), mask=inside)
     if M > 1:
@@ -97,8 +112,10 @@ def _dot_rows(
 @triton.jit
 def _block_rows(
     x, w, bias, y, N, M, x_step, w_step,
-    K: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    K: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_next(EARLY)
+    wait_for_previous(EARLY)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m = tl.arange(0, 16)
     inside, used = n < N, m < M
@@ -151,11 +168,11 @@ def linear_few(x: Tensor, w: Tensor, bias: Tensor | None = None, activation: str
     if m <= MOST_DOT_ROWS:
         _dot_rows[grid](
             rows, w, bias, y, n, rows.stride(0), w.stride(0), K=k, M=m, ACTIVATION=activation,
-            ROWS=tile.rows, BLOCK=tile.block, UNROLL=tile.depth, WHOLE=whole, num_warps=tile.warps,
+            ROWS=tile.rows, BLOCK=tile.block, UNROLL=tile.depth, WHOLE=whole, num_warps=tile.warps, **early(x),
         )  # fmt: skip
     else:
         _block_rows[grid](
             rows, w, bias, y, n, m, rows.stride(0), w.stride(0), K=k, ACTIVATION=activation,
-            ROWS=tile.rows, BLOCK=tile.block, WHOLE=whole, num_warps=tile.warps, num_stages=tile.depth,
+            ROWS=tile.rows, BLOCK=tile.block, WHOLE=whole, num_warps=tile.warps, num_stages=tile.depth, **early(x),
         )  # fmt: skip
     return y

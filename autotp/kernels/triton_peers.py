@@ -15,6 +15,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from .triton_early import early, start_next, wait_for_previous
 from .triton_launch import ceil_power, on_own_device
 
 
@@ -70,13 +71,21 @@ def _load_words(source, word, inside):
 @triton.jit(do_not_specialize=["rank"])
 def _reduce_rows(
     x, bias, residual, weight, shift, total, y, addresses, counters, rank, N, x_step, residual_step, eps,
-    T: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    T: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program sums one row of N words; steps are in words, too."""
+    start_next(EARLY)
     dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0)
     word = tl.arange(0, BLOCK)
     inside = word < N
+    if weight is not None:
+        scale = _load_words(weight, word, inside)
+    if shift is not None:
+        moved = _load_words(shift, word, inside)
+    if bias is not None:
+        added = _load_words(bias, word, inside)
+    wait_for_previous(EARLY)
     call = tl.load(counters + row) + 1
     places = (call & 1) * T
     mine = _load_words(x, row * x_step + word, inside)
@@ -85,14 +94,8 @@ def _reduce_rows(
         peer = (rank + 1 + i) % T
         inbox = tl.load(addresses + peer).to(tl.pointer_type(tl.int64))
         tl.store(inbox + ((places + rank) * ROWS + row) * WORDS + word, packed, mask=inside)
-    if bias is not None:
-        added = _load_words(bias, word, inside)
     if residual is not None:
         kept = _load_words(residual, row * residual_step + word, inside)
-    if weight is not None:
-        scale = _load_words(weight, word, inside)
-    if shift is not None:
-        moved = _load_words(shift, word, inside)
     inbox = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
     first = tl.zeros((BLOCK,), tl.float32)
     second = tl.zeros((BLOCK,), tl.float32)
@@ -161,6 +164,6 @@ def reduce_rows(
     _reduce_rows[(rows,)](
         x, bias, residual, weight, shift, total, y, inbox.addresses, inbox.counters, inbox.rank, words, words, words, eps,
         T=inbox.size, ROWS=len(inbox.counters), WORDS=inbox.words, KIND=kind, BLOCK=ceil_power(words),
-        num_warps=warps or choose_warps(words),
+        num_warps=warps or choose_warps(words), **early(x),
     )  # fmt: skip
     return total, y
