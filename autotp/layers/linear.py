@@ -39,6 +39,7 @@ from ..shard import Cut, Shard
 from .base import TensorParallel_Layer, insert_class
 from .embedding import column_shard, gather_columns
 from .overlap import OverlapOptions, choose_moves, deal_sums
+from .pending import pend
 from .product import make_spec, sum_owned, watches_operations
 from .siblings import SiblingInput
 from .tokens import TokenStream
@@ -135,7 +136,11 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
             return self._multiply_plain(x, weight, bias, enters, leaves)
         if not leaves:
             return self.run(x, weight, bias)
-        y = sum_owned(self.run(x, weight), self.tp, self.reduce_dtype)
+        part = self.run(x, weight)
+        pending = pend(part, self.tp, bias, self.reduce_dtype)
+        if pending is not None:
+            return pending
+        y = sum_owned(part, self.tp, self.reduce_dtype)
         return y if bias is None else y.add_(bias.to(y.dtype))
 
     def multiply_partial(self, x: Tensor) -> Tensor:

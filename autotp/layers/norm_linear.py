@@ -32,6 +32,7 @@ from .norm_parts import NORMS, SideBySide, check_size, join_biases, name_linears
 from .norm_product import multiply_normalised, outside_graphs
 from .norm_wgrad import NormProduct, Product, Sink
 from .overlap import Overlap, OverlapOptions, read_moves, set_options
+from .pending import settle
 
 MODES = (None, "column", "row")
 
@@ -284,6 +285,7 @@ class LayerNormLinear(OverlapOptions, SideBySide, TensorParallel_Layer):
         Raises:
             AutoTPError: another width or dtype, rows that can't be dealt, or no group yet.
         """
+        inp = settle(inp)
         tp = self._check_input(inp)
         weights, biases = self._read_parameters(tp)
         added = [None] * len(biases) if self.return_bias else biases
