@@ -1,4 +1,4 @@
-"""Imports go down: scripts, cli, train, inject, checkpoint, layers, collectives, exchange, comm, peers, kernels, shard, errors."""
+"""Imports go down: scripts, cli, train, inject, checkpoint, layers, collectives, exchange, comm, peers, kernels, shard."""
 
 import ast
 from pathlib import Path
