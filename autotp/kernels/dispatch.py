@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import KernelUnsupported
-from . import fused_torch, grouped, reference, reference_experts
+from . import fused_torch, grouped, reference, reference_decode, reference_experts
 
 VARIABLE = "AUTOTP_BACKEND"
 WIDEST_ROW = 16384  # columns that a Triton norm holds in registers; from about twice as many the backward spills
+MOST_ROWS_FLOAT32 = 4  # of a product that multiplies elementwise
 _asked = ContextVar("asked", default=True)  # whether AUTOTP_BACKEND is read
 log = logging.getLogger(__name__)
 
@@ -109,6 +110,17 @@ def _rather_not_triton_norm(problem: Problem) -> list[str]:
     return rather_not_triton(problem) + ["a row of 1 has nothing but rounding to it"] * (problem.width == 1)
 
 
+def _why_not_few_rows(problem: Problem) -> list[str]:
+    against = why_not_triton(problem._replace(rows=max(1, problem.rows)))
+    if problem.dtype is torch.float32 and problem.rows > MOST_ROWS_FLOAT32:
+        against.append(f"more than {MOST_ROWS_FLOAT32} rows in float32 want matrix units of another precision")
+    return against
+
+
+def _rather_not_few_rows(problem: Problem) -> list[str]:
+    return _why_not_few_rows(problem) + rather_not_triton(problem)
+
+
 def _triton(
     run: str,
     why_not: Callable[[Problem], list[str]] = why_not_triton,
@@ -119,7 +131,16 @@ def _triton(
 
 # The one place where backends are ordered; scripts/bench_kernels.py measures them.
 BACKENDS: dict[str, list[Backend]] = {
-    "linear": [Backend("reference", reference.linear)],
+    "linear": [
+        Backend("few_rows", "few_rows:linear", rather_not=_rather_not_few_rows),  # reference.linear, but while decoding
+        Backend("reference", reference.linear),
+    ],
+    "reduce_rows": [_triton("triton_peers:reduce_rows")],
+    **{
+        op: [_triton(f"triton_cache:{op}"), Backend("reference", getattr(reference_decode, op))]
+        for op in ("attend_cache", "write_cache")
+    },
+    "linear_few": [_triton("triton_few_rows:linear_few", _why_not_few_rows), Backend("reference", reference.linear_few)],
     "linear_transposed": [Backend("reference", reference.linear_transposed)],
     "norm_forward": [
         _triton("triton_norm:norm_forward", _why_not_triton_norm, _rather_not_triton_norm),

@@ -36,6 +36,7 @@ from ..kernels.product import multiply_uncompiled
 from ..shard import Cut, Shard
 from .base import TensorParallel_Layer, insert_class
 from .embedding import column_shard, gather_columns
+from .pending import pend
 from .product import make_spec, sum_owned
 from .siblings import SiblingInput
 
@@ -127,7 +128,11 @@ class ParallelLinear(TensorParallel_Layer):
             return self._multiply_plain(x, weight, bias, enters, leaves)
         if not leaves:
             return self.run(x, weight, bias)
-        y = sum_owned(self.run(x, weight), self.tp, self.reduce_dtype)
+        part = self.run(x, weight)
+        pending = pend(part, self.tp, bias, self.reduce_dtype)
+        if pending is not None:
+            return pending
+        y = sum_owned(part, self.tp, self.reduce_dtype)
         return y if bias is None else y.add_(bias.to(y.dtype))
 
     def multiply_partial(self, x: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from .norm import DealtNorm, normalise_over_group
 from .norm_parts import NORMS, SideBySide, check_size, join_biases, name_linears, name_parts, read_linears, read_norm
 from .norm_product import multiply_normalised, outside_graphs
 from .norm_wgrad import NormProduct, Product, Sink
+from .pending import settle
 
 MODES = (None, "column", "row")
 
@@ -280,6 +281,7 @@ class LayerNormLinear(SideBySide, TensorParallel_Layer):
         Raises:
             AutoTPError: another width or dtype, rows that can't be dealt, or no group yet.
         """
+        inp = settle(inp)
         tp = self._check_input(inp)
         weights, biases = self._read_parameters(tp)
         added = [None] * len(biases) if self.return_bias else biases
