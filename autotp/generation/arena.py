@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import Cache, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
+from ..kernels.cache import write_cache
+
 
 class Arena:
     """The memory of one model's caches.
@@ -88,8 +90,7 @@ class ArenaLayer(StaticLayer):
         keys: Tensor = self.keys  # type: ignore[assignment]
         values: Tensor = self.values  # type: ignore[assignment]
         if self.decoding:
-            keys.index_copy_(2, self.position, key_states)
-            values.index_copy_(2, self.position, value_states)
+            write_cache(key_states, value_states, keys, values, self.position)
             return keys, values
         start, stop = self.filled, self.filled + key_states.shape[-2]
         keys, values = keys[self.rows], values[self.rows]

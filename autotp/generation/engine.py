@@ -12,6 +12,7 @@ from torch import nn
 from ..comm import TPGroup
 from ..errors import AutoTPError
 from ..layers.base import find_group
+from ..layers.decoding import decoding_step
 from .arena import Arena, ArenaCache
 from .buckets import round_length, round_rows
 from .choose import Head
@@ -86,8 +87,11 @@ class Engine:
         if step.graph is not None:
             step.graph.replay()
             return
-        step.run(model)
-        if self.graphs and self.broken is None and not torch.is_autocast_enabled("cuda"):
+        if not self.graphs or self.broken is not None or torch.is_autocast_enabled("cuda"):
+            step.run(model)
+            return
+        with decoding_step():  # kernels whose launches cost the host too much outside a graph
+            step.run(model)
             self.capture(step, model)
 
     def capture(self, step: Step, model: nn.Module) -> None:
