@@ -31,7 +31,7 @@ ATTENTION_STYLES = ("multihead_attention",)  # nn.MultiheadAttention with its ou
 SUM_STYLES = ("replicated_with_grad_allreduce",)
 MISC_STYLES = ("mla_kv_a_proj", "local_params", "replicate", "whole")
 NOT_BUILT_STYLES = {
-    "sequence_parallel": "sequence parallelism is not built yet",
+    "sequence_parallel": "whole; its tokens are dealt if sequence_parallel= asks for it",
     "moe_tp_experts": "stacked experts are not split yet",
     "moe_identity_expert": "stacked experts are not split yet",
     "grouped_gemm": "expert parallelism is not built",

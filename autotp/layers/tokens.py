@@ -39,7 +39,6 @@ from .base import TensorParallel_Layer, insert_class
 from .product import watches_operations
 
 LEAST_BYTES = 1 << 20  # of a rank's rows of one activation, below which "auto" does not deal them
-MODES = (False, True, "auto")
 
 
 class Layout(NamedTuple):
@@ -59,7 +58,7 @@ class TokenStream:
     """What the modules of one chain of layers share.
 
     Attributes:
-        group: the ranks; mode: True or "auto".
+        group: the ranks; mode: True, "auto" or False, as a plan says.
         layout: of the forward that runs, None where it deals nothing.
         owners: how many modules run that hold both the layers and what joins the rows again; nothing is dealt outside all of
             them. None where nobody counts.
@@ -91,7 +90,7 @@ class TokenStream:
     def choose(self, x: Tensor) -> Layout | None:
         """How the rows of `x` `[..., H]` are dealt; None where they are not: few, or a decoding step."""
         size, rows = self.group.tp_size, prod(x.shape[:-1])
-        if self.suspended or self.owners == 0 or x.ndim < 2 or rows < size:
+        if not self.mode or self.suspended or self.owners == 0 or x.ndim < 2 or rows < size:
             return None
         if x.ndim > 2 and x.shape[-2] == 1 and not torch.is_grad_enabled():
             return None

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from autotp.comm import TPGroup
-from autotp.kernels import product
+from autotp.kernels import gradients
 from autotp.layers.linear import LinearLayer
 from autotp.layers.siblings import SiblingInput, lay_siblings
 
@@ -171,7 +171,7 @@ def test_gradients_that_lie_side_by_side_are_not_copied():
 
 
 def test_wide_gradients_are_chained_instead_of_copied(monkeypatch):
-    monkeypatch.setattr(product, "SMALL", 0)
+    monkeypatch.setattr(gradients, "SMALL", 0)
     plain, mine = pair()
     compare(plain, mine, made(1, 2, 5, 12))
     outputs = mine(made(1, 50, 12).requires_grad_())
