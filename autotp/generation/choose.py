@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import TPGroup
-from ..layers.embedding import VocabParallelHead, vocab_range
+from ..layers.embedding import VocabParallelHead, gather_columns, vocab_range
 from ..layers.entry import SHARDED_LOSS
 
 
@@ -29,6 +29,12 @@ class Head:
         self.range: tuple[int, int] | None = None
         if self.module is not None and self.module.tp.tp_size > 1:
             self.range = vocab_range(self.module.shards["weight"], self.module.tp.tp_rank, self.module.full_name)
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """Whole logits, of those that `sharded(True)` gave."""
+        if self.range is None or self.module is None:
+            return logits
+        return gather_columns(logits, self.module.shards["weight"], 0, self.module.tp)
 
     @contextmanager
     def sharded(self, wanted: bool) -> Iterator[None]:
