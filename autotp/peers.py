@@ -71,11 +71,26 @@ class PeerMemory:
         width = x.shape[-1]
         return select(Problem("reduce_rows", x.device.type, x.dtype, rows=x.numel() // width, width=width))(x, inbox, **rest)
 
+    def best_columns(self, logits: Tensor, start: int, halt: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Tokens int64 `[R]` of the largest of all ranks' `logits` `[R, V_r]`, and the sum of their halts; None if it can't be.
+
+        Args:
+            start: the first column here; halt: int64 `[1]`, less than 2^31.
+        """
+        rows, columns = logits.shape
+        inbox = self._find_inbox(rows, 4) if columns and logits.stride(1) == 1 and logits.dtype in DTYPES else None
+        if inbox is None:
+            return None
+        return select(Problem("best_columns", logits.device.type, logits.dtype, "", rows, columns))(logits, inbox, start, halt)
+
     def find_inbox(self, x: Tensor) -> Any:
         """The `triton_peers.Inbox` that holds rows like those of `x`, made if it is not there yet; None without one."""
-        row_bytes = x.shape[-1] * x.element_size() if x.ndim else 0
+        row_bytes = x.shape[-1] * x.element_size() if x.ndim and x.dtype in DTYPES else 0
+        return self._find_inbox(x.nbytes // row_bytes, row_bytes) if row_bytes else None
+
+    def _find_inbox(self, rows: int, row_bytes: int) -> Any:
         words = next((words for words in WORDS if 0 < row_bytes <= 4 * words), 0)
-        if not words or row_bytes % 4 or not 0 < x.nbytes <= ROWS * row_bytes or x.dtype not in DTYPES:
+        if not words or row_bytes % 4 or not 0 < rows <= ROWS:
             return None
         if words not in self._inboxes and self._can_make():
             self._inboxes[words] = self._try(self._make_inbox, words)

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from autotp.comm import init_process_group_from_env, resolve_group
 from autotp.kernels import reference, reference_decode, triton_cache
 from autotp.kernels.norm import add_norm
-from autotp.kernels.triton_few_rows import MOST_DOT_ROWS, Tile, choose_tile, linear_few
+from autotp.kernels.triton_few_rows import Tile, choose_tile, is_elementwise, linear_few
 from autotp.kernels.triton_launch import count_processors
 
 CPU = "--cpu" in sys.argv
@@ -112,7 +112,7 @@ def error_of(found: torch.Tensor, exact: Any) -> float:
 
 def tiles_of(m: int, k: int, gated: bool) -> Iterable[Tile]:
     """Shapes of a product's programs worth trying."""
-    if m > MOST_DOT_ROWS:
+    if not is_elementwise(m, DTYPE):
         yield from (Tile(rows, block, 4, depth) for rows, block, depth in
                     ((16, 128, 4), (16, 256, 3), (16, 256, 4), (16, 512, 3), (32, 128, 4), (32, 256, 3)))  # fmt: skip
         return
@@ -133,7 +133,7 @@ def bench_product(name: str, m: int) -> None:
     def plain(weight):
         return reference.linear_few(x, weight, None, activation)
 
-    chosen = choose_tile(m, n, k, bool(activation))
+    chosen = choose_tile(m, n, k, bool(activation), DTYPE)
     times = {
         tile: graph_us([lambda w=w, tile=tile: linear_few(x, w, None, activation, tile) for w in weights], 3)
         for tile in {chosen, *([] if CPU else tiles_of(m, k, bool(activation)))}
@@ -215,8 +215,17 @@ def bench_sums(tp: Any, rows: int, width: int = 4096) -> None:
         triton_peers.choose_warps = lambda words, warps=warps: warps
         times[f"in one, {warps} warps"] = round(graph_us([fused] * 20, together=True), 2)
     triton_peers.choose_warps = own
+    times["best columns"] = bench_choice(tp, rows)
     if RANK == 0:
         report(sum=f"{rows} x {width}", bytes=x.nbytes, ranks=tp.tp_size, chosen_warps=own(width // 2), us=times)
+
+
+FORMS = [(block, warps) for block in (32, 64, 128) for warps in (2, 4, 8)]
+
+
+def attention_us(q: Any, caches: Any, mask: Any, splits: int, block: int, warps: int) -> float:
+    calls = [lambda kv=kv: triton_cache.attend_cache(q, *kv, mask, 0.1, splits, block, warps) for kv in caches]
+    return round(graph_us(calls), 1)
 
 
 def bench_attention(batch: int, context: int, length: int) -> None:
@@ -240,6 +249,7 @@ def bench_attention(batch: int, context: int, length: int) -> None:
         for splits in {chosen, *([] if CPU else (1, 2, 4, 8, 16, 32, 64))}
     }
     best = min(times, key=lambda splits: times[splits])
+    forms = {} if CPU else {(block, warps): attention_us(q, caches, mask, chosen, block, warps) for block, warps in FORMS}
     exact = reference_decode.attend_cache(q.double(), caches[0][0].double(), caches[0][1].double(), mask, scale)
     errors = (
         error_of(triton_cache.attend_cache(q, *caches[0], mask, scale), exact),
@@ -254,9 +264,24 @@ def bench_attention(batch: int, context: int, length: int) -> None:
     times_of["grouped"] = graph_us([lambda kv=kv: plain(*kv, repeat=False) for kv in caches])
     report(
         attention=f"{batch} x {context} of {length}", us=round(times[best], 1), gbps=rate(n_bytes, times[best]), splits=best,
-        chosen_us=round(times[chosen], 1), chosen=chosen, sdpa_us={name: round(us, 1) for name, us in times_of.items()},
+        chosen_us=round(times[chosen], 1), chosen=chosen, forms_us={str(form): us for form, us in forms.items()},
+        sdpa_us={name: round(us, 1) for name, us in times_of.items()},
         write_us=[round(us, 1) for us in writes], err=f"{errors[0]:.1e}", torch_err=f"{errors[1]:.1e}",
     )  # fmt: skip
+
+
+def bench_choice(tp: Any, rows: int, columns: int = 64128) -> float:
+    """Microseconds of the choice of the largest logit, which is checked."""
+    peers, logits, halt = tp.find_peers(), draw(rows, columns), torch.tensor([RANK], device=DEVICE)
+    starts = [rank * columns for rank in range(tp.tp_size)]
+    for _ in range(5):
+        logits.copy_(draw(rows, columns).round())  # so that several are the largest
+        parts = list(tp.gather_rows(logits).view(tp.tp_size, rows, columns))
+        halts = [torch.tensor([rank], device=DEVICE) for rank in range(tp.tp_size)]
+        expected, found = reference_decode.best_columns(parts, starts, halts), peers.best_columns(logits, starts[RANK], halt)
+        same = found[0].equal(expected[0]) and found[1].equal(expected[1])
+        check(f"best of {rows} rows", 0.0 if same else 1.0, 0.5)
+    return round(graph_us([lambda: peers.best_columns(logits, starts[RANK], halt)] * 20, together=True), 2)
 
 
 def copy_rate() -> int:

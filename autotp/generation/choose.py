@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import TPGroup
+from ..kernels.decode import is_decoding
 from ..layers.embedding import VocabParallelHead, gather_columns, vocab_range
 from ..layers.entry import SHARDED_LOSS
 
@@ -51,7 +52,7 @@ class Head:
 
 
 def best_columns(logits: Tensor, start: int, halt: Tensor, group: TPGroup) -> tuple[Tensor, Tensor]:
-    """The largest of all ranks' columns, the lowest where several are equal; one small all-gather.
+    """The largest of all ranks' columns, the lowest where several are equal; one small exchange.
 
     Args:
         logits: `[R, V_r]`, the columns from `start` on. halt: int64 `[1]`, this rank's bit if it wants to stop.
@@ -59,6 +60,10 @@ def best_columns(logits: Tensor, start: int, halt: Tensor, group: TPGroup) -> tu
     Returns:
         tokens int64 `[R]`, and the bits of all ranks that want to stop, `[1]`.
     """
+    peers = group.find_peers() if is_decoding() else None
+    found = None if peers is None else peers.best_columns(logits, start, halt)
+    if found is not None:
+        return found
     rows = logits.shape[0]
     value, index = logits.max(-1)
     # float64 holds a value of any narrower dtype, a token's number and 50 bits exactly.

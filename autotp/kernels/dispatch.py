@@ -25,7 +25,7 @@ from . import fused_torch, grouped, reference, reference_decode, reference_exper
 
 VARIABLE = "AUTOTP_BACKEND"
 WIDEST_ROW = 16384  # columns that a Triton norm holds in registers; from about twice as many the backward spills
-MOST_ROWS_FLOAT32 = 4  # of a product that multiplies elementwise
+MOST_ELEMENTWISE = 4  # rows of a product that is not run on matrix units
 _asked = ContextVar("asked", default=True)  # whether AUTOTP_BACKEND is read
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class Problem(NamedTuple):
         weight_dtype: dtype of the weight, None without one.
         bias: whether there is one.
         aligned: whether addresses and row lengths are multiples of 16 bytes.
+        outputs: N of a product.
     """
 
     op: str
@@ -52,6 +53,7 @@ class Problem(NamedTuple):
     weight_dtype: torch.dtype | None = None
     bias: bool = False
     aligned: bool = True
+    outputs: int = 0
 
 
 def _never(problem: Problem) -> list[str]:
@@ -112,9 +114,15 @@ def _rather_not_triton_norm(problem: Problem) -> list[str]:
 
 def _why_not_few_rows(problem: Problem) -> list[str]:
     against = why_not_triton(problem._replace(rows=max(1, problem.rows)))
-    if problem.dtype is torch.float32 and problem.rows > MOST_ROWS_FLOAT32:
-        against.append(f"more than {MOST_ROWS_FLOAT32} rows in float32 want matrix units of another precision")
+    if problem.dtype is torch.float32 and problem.rows > MOST_ELEMENTWISE:
+        against.append(f"more than {MOST_ELEMENTWISE} rows in float32 want matrix units of another precision")
     return against
+
+
+def _rather_not_linear_few(problem: Problem) -> list[str]:
+    # Measured on an H200: up to 2 rows ours reads faster at every shape, beyond that with a gate or very many outputs.
+    slower = problem.rows > 2 and not problem.kind and problem.outputs < 32768
+    return rather_not_triton(problem) + [f"cuBLAS reads the weights of {problem.rows} rows faster"] * slower
 
 
 def _rather_not_few_rows(problem: Problem) -> list[str]:
@@ -136,11 +144,15 @@ BACKENDS: dict[str, list[Backend]] = {
         Backend("reference", reference.linear),
     ],
     "reduce_rows": [_triton("triton_peers:reduce_rows")],
+    "best_columns": [_triton("triton_choose:best_columns")],
     **{
         op: [_triton(f"triton_cache:{op}"), Backend("reference", getattr(reference_decode, op))]
         for op in ("attend_cache", "write_cache")
     },
-    "linear_few": [_triton("triton_few_rows:linear_few", _why_not_few_rows), Backend("reference", reference.linear_few)],
+    "linear_few": [
+        _triton("triton_few_rows:linear_few", _why_not_few_rows, _rather_not_linear_few),
+        Backend("reference", reference.linear_few),
+    ],
     "linear_transposed": [Backend("reference", reference.linear_transposed)],
     "norm_forward": [
         _triton("triton_norm:norm_forward", _why_not_triton_norm, _rather_not_triton_norm),

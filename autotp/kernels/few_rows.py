@@ -26,7 +26,7 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """`x @ w.T + b`: x `[..., K]`, w `[N, K]`, b `[N]`, result `[..., N]`; differentiable, and then PyTorch's own."""
     if not fits(x, w, b):
         return reference.linear(x, w, b)
-    return select(_problem(x, ""))(x, w, b)
+    return select(_problem(x, w, ""))(x, w, b)
 
 
 def linear_gated(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> Tensor:
@@ -35,12 +35,12 @@ def linear_gated(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> Ten
     Args:
         w, b: `[2N, K]` and `[2N]`, the gate's rows, then up's. activation: a key of reference.ACTIVATIONS.
     """
-    return select(_problem(x, activation))(x, w, b, activation)
+    return select(_problem(x, w, activation))(x, w, b, activation)
 
 
-def _problem(x: Tensor, activation: str) -> Problem:
+def _problem(x: Tensor, w: Tensor, activation: str) -> Problem:
     width = x.shape[-1]
-    return Problem("linear_few", x.device.type, x.dtype, activation, x.numel() // width, width)
+    return Problem("linear_few", x.device.type, x.dtype, activation, x.numel() // width, width, outputs=w.shape[0])
 
 
 def fits(x: Tensor, w: Tensor, b: Tensor | None = None) -> bool:

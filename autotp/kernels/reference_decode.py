@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,17 @@ def attend_cache(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: fl
         scores = scores.masked_fill(~mask, float("-inf"))
     weights = torch.softmax(scores, -1).nan_to_num(0.0)
     return (weights @ v.to(wide)).view(batch, 1, heads, -1).to(q.dtype)
+
+
+def best_columns(parts: Sequence[Tensor], starts: Sequence[int], halts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Tokens int64 `[R]` of the largest of all ranks' logits `[R, V_r]`, the first of equal ones, and the sum of the halts.
+
+    Args:
+        starts: the first column of each, ascending; halts: int64 `[1]` of each.
+    """
+    pairs = zip(starts, parts, strict=True)
+    columns = torch.cat([start + torch.arange(part.shape[1], device=part.device) for start, part in pairs])
+    return columns[torch.cat(list(parts), 1).argmax(-1)], torch.stack(list(halts)).sum(0)
 
 
 def write_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> None:

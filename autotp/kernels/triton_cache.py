@@ -17,7 +17,7 @@ from .triton_launch import ceil_power, count_processors, on_own_device
 
 BLOCK = 64  # tokens of a step
 WARPS = 4
-PROGRAMS_PER_PROCESSOR = 2
+PROGRAMS_PER_PROCESSOR = 4
 LOG2_E = 1.4426950408889634
 
 
@@ -95,12 +95,14 @@ def choose_splits(pairs: int, length: int, processors: int) -> int:
 
 
 @on_own_device
-def attend_cache(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, splits: int = 0) -> Tensor:
+def attend_cache(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, splits: int = 0, block: int = BLOCK, warps: int = 0
+) -> Tensor:
     """reference_decode.attend_cache in two kernels, or one where the cache is not cut."""
     batch, heads, _, width = q.shape
     kv_heads, length, out = k.shape[1], k.shape[2], v.shape[-1]
     splits = splits or choose_splits(batch * kv_heads, length, count_processors(q.device))
-    split = triton.cdiv(triton.cdiv(length, splits), BLOCK) * BLOCK
+    split = triton.cdiv(triton.cdiv(length, splits), block) * block
     splits = triton.cdiv(length, split)
     y = torch.empty((batch, heads, out), dtype=q.dtype, device=q.device)
     parts, best, total = y, None, None
@@ -113,8 +115,8 @@ def attend_cache(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: fl
         q, k, v, seen, parts, best, total, scale * LOG2_E, length, split, splits,
         q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], mask_batch,
         GROUP=group, HEADS=heads, D=width, E=out,
-        ROWS=max(16, ceil_power(group)), COLS=max(16, ceil_power(width)), OUT=max(16, ceil_power(out)), BLOCK=BLOCK,
-        num_warps=WARPS if max(width, out) <= 128 else 2 * WARPS, **early(q),
+        ROWS=max(16, ceil_power(group)), COLS=max(16, ceil_power(width)), OUT=max(16, ceil_power(out)), BLOCK=block,
+        num_warps=warps or (WARPS if max(width, out) <= 128 else 2 * WARPS), **early(q),
     )  # fmt: skip
     if splits > 1:
         _join[(batch * heads,)](

@@ -2,8 +2,8 @@
 
 | rows | a program |
 |---|---|
-| 1 to 4 | one or two rows of the weight (of gate and up each), multiplied elementwise with each row of x and summed at the end |
-| 5 to 16 | a block of rows of the weight on the matrix units, x padded to 16 rows |
+| 1 or 2, in float32 to 4 | one or two rows of the weight (gate's and up's), multiplied elementwise with those of x, then summed |
+| to 16 | a block of rows of the weight on the matrix units, x padded to 16 rows |
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -16,11 +16,12 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from .dispatch import MOST_ELEMENTWISE
 from .triton_early import early, start_next, wait_for_previous
 from .triton_gated import _activate
 from .triton_launch import on_own_device
 
-MOST_DOT_ROWS = 4  # rows of x that are multiplied without the matrix units
+MOST_DOT_ROWS = 2  # rows of x that are multiplied without the matrix units, but in float32
 
 
 class Tile(NamedTuple):
@@ -146,14 +147,22 @@ def _block_rows(
     tl.store(y + m[:, None] * N + n[None, :], gate.to(y.dtype.element_ty), mask=used[:, None] & inside[None, :])
 
 
-def choose_tile(m: int, n: int, k: int, gated: bool) -> Tile:
-    """The tile for `m` rows of x, `n` outputs of `k` terms."""
-    if m > MOST_DOT_ROWS:
-        return Tile(16, 256 if k >= 256 else 64, 4, 4)
+def is_elementwise(m: int, dtype: torch.dtype) -> bool:
+    """Whether `m` rows are multiplied without the matrix units."""
+    return m <= (MOST_ELEMENTWISE if dtype is torch.float32 else MOST_DOT_ROWS)
+
+
+def choose_tile(m: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> Tile:
+    """The tile for `m` rows of x, `n` outputs of `k` terms; the best of scripts/bench_decode.py on an H200."""
+    if not is_elementwise(m, dtype):
+        if k < 256:
+            return Tile(16, 64, 4, 4)
+        return Tile(32, 128, 4, 4) if gated else Tile(32, 256, 4, 3) if n >= 32768 else Tile(16, 256, 4, 4)
     block = next((block for block in (2048, 1024, 512) if k % block == 0), 1024)
     while block > 64 and block >= 2 * k:
         block //= 2
-    return Tile(1 if gated or m > 1 or n < 8192 else 2, block, 4, 2)
+    rows = 2 if m == 2 and not gated and block == 2048 else 1
+    return Tile(rows, block, 8 if m == 1 and n >= 8192 and block == 2048 else 4, 2)
 
 
 @on_own_device
@@ -163,9 +172,9 @@ def linear_few(x: Tensor, w: Tensor, bias: Tensor | None = None, activation: str
     rows = x.reshape(-1, k)
     m, n = rows.shape[0], w.shape[0] // (2 if activation else 1)
     y = torch.empty((*lead, n), dtype=x.dtype, device=x.device)
-    tile = tile or choose_tile(m, n, k, bool(activation))
+    tile = tile or choose_tile(m, n, k, bool(activation), x.dtype)
     grid, whole = (triton.cdiv(n, tile.rows),), k % tile.block == 0
-    if m <= MOST_DOT_ROWS:
+    if is_elementwise(m, x.dtype):
         _dot_rows[grid](
             rows, w, bias, y, n, rows.stride(0), w.stride(0), K=k, M=m, ACTIVATION=activation,
             ROWS=tile.rows, BLOCK=tile.block, UNROLL=tile.depth, WHOLE=whole, num_warps=tile.warps, **early(x),

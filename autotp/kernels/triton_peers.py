@@ -68,6 +68,31 @@ def _load_words(source, word, inside):
     return tl.load(source.to(tl.pointer_type(tl.int32)) + word, mask=inside, other=0)
 
 
+@triton.jit
+def send_words(
+    addresses, words, word, inside, call, row, rank, T: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    """Write this rank's `words` of a row into every rank's inbox, its own too."""
+    packed = (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
+    place = (((call & 1) * T + rank) * ROWS + row) * WORDS + word
+    for i in tl.static_range(T):
+        inbox = tl.load(addresses + (rank + 1 + i) % T).to(tl.pointer_type(tl.int64))
+        tl.store(inbox + place, packed, mask=inside)
+
+
+@triton.jit
+def wait_for_words(
+    addresses, word, inside, call, row, rank, source, T: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    """The words that rank `source` sent for this call."""
+    inbox = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
+    place = inbox + (((call & 1) * T + source) * ROWS + row) * WORDS + word
+    got = tl.load(place, mask=inside, other=0, volatile=True)
+    while tl.max(tl.where(inside & ((got >> 32).to(tl.int32) != call), 1, 0), 0) > 0:
+        got = tl.load(place, mask=inside, other=0, volatile=True)
+    return got.to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["rank"])
 def _reduce_rows(
     x, bias, residual, weight, shift, total, y, addresses, counters, rank, N, x_step, residual_step, eps,
@@ -87,24 +112,13 @@ def _reduce_rows(
         added = _load_words(bias, word, inside)
     wait_for_previous(EARLY)
     call = tl.load(counters + row) + 1
-    places = (call & 1) * T
-    mine = _load_words(x, row * x_step + word, inside)
-    packed = (call.to(tl.int64) << 32) | (mine.to(tl.int64) & 0xFFFFFFFF)
-    for i in tl.static_range(T):
-        peer = (rank + 1 + i) % T
-        inbox = tl.load(addresses + peer).to(tl.pointer_type(tl.int64))
-        tl.store(inbox + ((places + rank) * ROWS + row) * WORDS + word, packed, mask=inside)
+    send_words(addresses, _load_words(x, row * x_step + word, inside), word, inside, call, row, rank, T, ROWS, WORDS)
     if residual is not None:
         kept = _load_words(residual, row * residual_step + word, inside)
-    inbox = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
     first = tl.zeros((BLOCK,), tl.float32)
     second = tl.zeros((BLOCK,), tl.float32)
     for source in tl.static_range(T):  # in one order on all ranks, so that all get the same bits
-        place = inbox + ((places + source) * ROWS + row) * WORDS + word
-        got = tl.load(place, mask=inside, other=0, volatile=True)
-        while tl.max(tl.where(inside & ((got >> 32).to(tl.int32) != call), 1, 0), 0) > 0:
-            got = tl.load(place, mask=inside, other=0, volatile=True)
-        data = got.to(tl.int32)
+        data = wait_for_words(addresses, word, inside, call, row, rank, source, T, ROWS, WORDS)
         first += _first(data, dtype)
         second += _second(data, dtype)
     if bias is not None:
@@ -141,7 +155,7 @@ def _reduce_rows(
 
 def choose_warps(words: int) -> int:
     """Warps for a row of `words`."""
-    return min(16, max(1, ceil_power(words) // 128))
+    return min(8, max(1, ceil_power(words) // 128))
 
 
 @on_own_device

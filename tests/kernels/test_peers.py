@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autotp.kernels import reference
+from autotp.kernels import reference, reference_decode
 
 ROWS, WORDS = 4, 32
 FORMS = [
@@ -43,6 +43,7 @@ def draw_call(call: int, size: int):
 
 
 def sum_calls(group, folder: str, calls: int):
+    from autotp.kernels.triton_choose import best_columns
     from autotp.kernels.triton_peers import reduce_rows
 
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -52,13 +53,31 @@ def sum_calls(group, folder: str, calls: int):
     for call in range(calls):
         given, rest = draw_call(call, size)
         found.append(reduce_rows(given[rank], inbox, **rest))
+    for call in range(6):
+        logits, starts, halts = draw_logits(call, size)
+        found.append(best_columns(logits[rank], inbox, starts[rank], halts[rank]))
     del parts
     return found
 
 
+def draw_logits(call: int, size: int):
+    """Columns of which several are the largest, dealt unevenly; NaN, zeros of both signs and infinities among them."""
+    generator = torch.Generator().manual_seed(call)
+    whole = torch.randint(-3, 4, (1 + call % 3, 40), generator=generator).to([torch.float16, torch.float32][call % 2])
+    if call == 3:
+        whole[:, 31] = float("nan")
+    elif call == 4:
+        whole = torch.where(whole > 0, float("-inf"), whole * -0.0)
+    elif call == 5:
+        whole.fill_(float("-inf"))
+    sizes = [17, 40 - 17] if size == 2 else [17, 3, 20]
+    starts = [sum(sizes[:rank]) for rank in range(size)]
+    return whole.split(sizes, 1), starts, [torch.tensor([rank * call]) for rank in range(size)]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks interpret their kernels on the CPU")
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_sum_rows_and_norm_them(ranks, size):
+def test_ranks_sum_rows_norm_them_and_choose(ranks, size):
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(size):
             with open(os.path.join(folder, str(rank)), "wb") as file:
@@ -73,3 +92,7 @@ def test_ranks_sum_rows_and_norm_them(ranks, size):
             assert (y is None) == (mine[call][1] is None)
             if y is not None:
                 torch.testing.assert_close(mine[call][1], y, rtol=2e-3, atol=2e-3)
+    for call in range(6):
+        tokens, halted = reference_decode.best_columns(*draw_logits(call, size))
+        for mine in found:
+            assert torch.equal(mine[15 + call][0], tokens) and torch.equal(mine[15 + call][1], halted), call
