@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import TPGroup
-from ..layers.embedding import VocabParallelHead, vocab_range
+from ..kernels.decode import is_decoding
+from ..layers.embedding import VocabParallelHead, gather_columns, vocab_range
 from ..layers.entry import SHARDED_LOSS
 
 
@@ -30,6 +31,12 @@ class Head:
         if self.module is not None and self.module.tp.tp_size > 1:
             self.range = vocab_range(self.module.shards["weight"], self.module.tp.tp_rank, self.module.full_name)
 
+    def gather(self, logits: Tensor) -> Tensor:
+        """Whole logits, of those that `sharded(True)` gave."""
+        if self.range is None or self.module is None:
+            return logits
+        return gather_columns(logits, self.module.shards["weight"], 0, self.module.tp)
+
     @contextmanager
     def sharded(self, wanted: bool) -> Iterator[None]:
         """Inside, forwards return this rank's columns if `wanted` and possible."""
@@ -45,7 +52,7 @@ class Head:
 
 
 def best_columns(logits: Tensor, start: int, halt: Tensor, group: TPGroup) -> tuple[Tensor, Tensor]:
-    """The largest of all ranks' columns, the lowest where several are equal; one small all-gather.
+    """The largest of all ranks' columns, the lowest where several are equal; one small exchange.
 
     Args:
         logits: `[R, V_r]`, the columns from `start` on. halt: int64 `[1]`, this rank's bit if it wants to stop.
@@ -53,6 +60,10 @@ def best_columns(logits: Tensor, start: int, halt: Tensor, group: TPGroup) -> tu
     Returns:
         tokens int64 `[R]`, and the bits of all ranks that want to stop, `[1]`.
     """
+    peers = group.find_peers() if is_decoding() else None
+    found = None if peers is None else peers.best_columns(logits, start, halt)
+    if found is not None:
+        return found
     rows = logits.shape[0]
     value, index = logits.max(-1)
     # float64 holds a value of any narrower dtype, a token's number and 50 bits exactly.

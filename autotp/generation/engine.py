@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -12,15 +13,15 @@ from torch import nn
 from ..comm import TPGroup
 from ..errors import AutoTPError
 from ..layers.base import find_group
-from ..layers.decoding import decoding_step
+from ..layers.entry import judge_batch
 from .arena import Arena, ArenaCache
 from .buckets import round_length, round_rows
-from .choose import Head
 from .fingerprint import fingerprint
-from .step import Form, Step
+from .prompt import PromptStep
+from .step import Step
 
 log = logging.getLogger(__name__)
-MOST_STEPS = 128  # forms kept, each with its graph; the one used longest ago goes first
+MOST_STEPS = 256  # forms kept, each with its graph; the one used longest ago goes first
 PLACE = "autotp_decoding"  # the name in `model.__dict__`
 
 
@@ -46,7 +47,7 @@ class Engine:
     def release(self) -> None:
         """Let go of all memory; the next call of generate takes it anew."""
         self.arena = Arena()
-        self.steps: OrderedDict[Form, Step] = OrderedDict()
+        self.steps: OrderedDict[Hashable, Any] = OrderedDict()
         self.caches: dict[tuple[int, int], ArenaCache] = {}
         self.print: int | None = None
         self._pool: Any = None
@@ -73,29 +74,35 @@ class Engine:
             self.caches[rows, length] = ArenaCache(config, self.arena, rows, length, self.group.device)
         return self.caches[rows, length]
 
-    def take_step(self, form: Form, cache: ArenaCache, cache_name: str, head: Head) -> Step:
-        """The step of a form, new or used before."""
-        if form not in self.steps:
-            self.steps[form] = Step(form, cache, cache_name, self.group, head)
+    def take_step(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The step of a form and whatever else is in `key`, new or used before."""
+        if key not in self.steps:
+            self.steps[key] = make()
             if len(self.steps) > MOST_STEPS:
                 self.steps.popitem(last=False)
-        self.steps.move_to_end(form)
-        return self.steps[form]
+        self.steps.move_to_end(key)
+        return self.steps[key]
 
-    def launch(self, step: Step, model: nn.Module) -> None:
-        """One decoding step: a replay, or launches one by one, and then captured for the next time."""
+    def launch(self, step: Step | PromptStep, model: nn.Module) -> None:
+        """One step: a replay, or launches one by one, and then captured for the next time."""
         if step.graph is not None:
             step.graph.replay()
             return
-        if not self.graphs or self.broken is not None or torch.is_autocast_enabled("cuda"):
+        if not self.captures_steps:
             step.run(model)
             return
-        with decoding_step():  # kernels whose launches cost the host too much outside a graph
+        with step.context():
             step.run(model)
             self.capture(step, model)
 
-    def capture(self, step: Step, model: nn.Module) -> None:
+    @property
+    def captures_steps(self) -> bool:
+        """Whether a step that has no graph gets one."""
+        return self.graphs and self.broken is None and not torch.is_autocast_enabled("cuda")
+
+    def capture(self, step: Step | PromptStep, model: nn.Module) -> None:
         """Record the step's launches, which ran once before; where that fails on any rank, none captures from then on."""
+        judge_batch(model)  # it may wait for the device, which a capture must not
         graph, failure = torch.cuda.CUDAGraph(), None
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

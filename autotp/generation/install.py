@@ -18,13 +18,14 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
 from ..comm import TPGroup
 from ..errors import AutoTPError
+from ..layers.entry import check_batch
 from ..layers.integrations import replace
 from .choose import Head
 from .engine import Engine, find_engine
 from .loop import Loop, Request
-from .prompt import read_prompt, take_inputs
+from .prompt import PromptStep, fit_graph, read_prompt, take_inputs
 from .serve import CONSTANTS, find_cache_name, why_not
-from .step import Form
+from .step import Form, Step
 
 _installed = False
 _OTHERS = {"_beam_search": "beam search", "_assisted_decoding": "assisted decoding"}
@@ -110,11 +111,20 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
         inputs.get("token_type_ids") is not None,
         tuple((name, inputs[name]) for name in CONSTANTS if inputs.get(name) is not None),
     )
-    step = engine.take_step(form, cache, cache_name, head)
+    step = engine.take_step(form, lambda: Step(form, cache, cache_name, engine.group, head))
     loop = Loop(engine, model, step, request, input_ids)
 
     def read() -> Tensor:
-        logits = read_prompt(model, cache, cache_name, input_ids, request.config, inputs, head if request.greedy else None)
+        tokens = fit_graph(form, input_ids, request.config, inputs) if engine.captures_steps else None
+        if tokens is None:
+            logits = read_prompt(model, cache, cache_name, input_ids, request.config, inputs, head if request.greedy else None)
+        else:
+            key = (form._replace(greedy=True), tokens)  # its logits serve both
+            first = engine.take_step(key, lambda: PromptStep(form, tokens, cache, cache_name, head))
+            check_batch(model, {"input_ids": input_ids})
+            first.fill(input_ids)
+            engine.launch(first, model)
+            logits = first.logits[: input_ids.shape[0]] if request.greedy else head.gather(first.logits[: input_ids.shape[0]])
         step.begin(input_ids, inputs, request.eos, request.pad)
         return logits
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import TPGroup
+from ..layers.decoding import decoding_step
 from .arena import ArenaCache
 from .choose import Head, agree, best_columns
 
@@ -52,7 +53,10 @@ class Step:
 
     Attributes:
         graph: the captured launches, or None where they are made one by one.
+        context: what launches for a graph are made in: kernels that would cost the host too much elsewhere.
     """
+
+    context = staticmethod(decoding_step)
 
     def __init__(self, form: Form, cache: ArenaCache, cache_name: str, group: TPGroup, head: Head) -> None:
         self.form, self.cache, self.cache_name, self.group, self.head = form, cache, cache_name, group, head

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ..errors import AutoTPError
-from .buckets import round_length
+from .buckets import list_prompts, round_length
 from .engine import find_engine
 
-PROMPT, NEW_TOKENS = 4, 3  # the first token is the prompt's, the second captures, the third replays
+NEW_TOKENS = 3  # the first is the prompt's, the second captures, the third replays
 
 
 def warm_up(model: nn.Module, batch_sizes: Iterable[int] = (1,), max_length: int = 2048) -> int:
@@ -34,9 +34,14 @@ def warm_up(model: nn.Module, batch_sizes: Iterable[int] = (1,), max_length: int
         raise AutoTPError(f"this {type(model).__name__} is not parallelized: call autotp.parallelize first")
     before, pad = engine.captures, getattr(model.generation_config, "pad_token_id", None)
     for rows, length in sorted(_buckets(engine, batch_sizes, max_length), key=lambda b: -b[0] * b[1]):
-        ids = torch.full((rows, PROMPT), 1, device=engine.group.device)
-        for do_sample in (False, True):
-            _generate(model, ids, length, do_sample, pad)
+        prompts = list_prompts(rows, length) if engine.captures_steps else []
+        for tokens, new, do_sample in [
+            *((tokens, 1, False) for tokens in prompts),
+            (1, NEW_TOKENS, False),
+            (1, NEW_TOKENS, True),
+        ]:
+            ids = torch.full((rows, tokens), 1, device=engine.group.device)
+            _generate(model, ids, length, new, do_sample, pad)
     if not engine.steps:
         raise AutoTPError("there is nothing to warm up: generate runs transformers' own decoding on this model (see the log)")
     return engine.captures - before
@@ -51,12 +56,12 @@ def _buckets(engine: Any, batch_sizes: Iterable[int], max_length: int) -> set[tu
     return {engine.bucket(size, length) for size in batch_sizes for length in lengths}
 
 
-def _generate(model: Any, ids: torch.Tensor, length: int, do_sample: bool, pad: int | None) -> None:
-    """Three tokens in a cache of `length`, without a trace in the random generator."""
+def _generate(model: Any, ids: torch.Tensor, length: int, new: int, do_sample: bool, pad: int | None) -> None:
+    """`new` tokens in a cache of `length`, without a trace in the random generator."""
     device = ids.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=do_sample, eos_token_id=None,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=do_sample, eos_token_id=None,
             pad_token_id=0 if pad is None else pad, cache_implementation="static", max_cache_len=length,
         )  # fmt: skip
     model.__dict__.pop("_previous_max_cache_length", None)  # transformers' note for caches of its own

@@ -1,6 +1,14 @@
 """Sizes of static memory: few, and never too small."""
 
-from autotp.generation.buckets import PASS_TOKENS, WHOLE_ROW_TOKENS, round_length, round_rows, split_prompt
+from autotp.generation.buckets import (
+    PASS_TOKENS,
+    WHOLE_ROW_TOKENS,
+    list_prompts,
+    round_length,
+    round_prompt,
+    round_rows,
+    split_prompt,
+)
 
 
 def test_sizes_hold_what_they_are_for_and_waste_less_than_half():
@@ -13,6 +21,11 @@ def test_sizes_hold_what_they_are_for_and_waste_less_than_half():
 
 def test_sizes_are_their_own():
     assert all(round_length(round_length(n)) == round_length(n) for n in range(1, 5000, 13))
+
+
+def test_prompts_for_graphs_are_few_and_fit():
+    assert list_prompts(1, 1536) == [64, 128, 192, 256, 384, 512, 768, 1024, 1536] and list_prompts(8, 4096)[-1] == 512
+    assert all(n <= round_prompt(n) < max(65, 1.51 * n) or n < 96 for n in range(1, 4097)) and list_prompts(64, 32) == []
 
 
 def test_a_pass_of_the_prompt_is_bounded():

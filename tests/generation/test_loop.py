@@ -175,17 +175,18 @@ def check_graphs(model, engine):
     ids, _ = make_prompt()
     autotp.release(model)
     before = engine.captures
-    assert autotp.warm_up(model, (1, 3), max_length=257) == 4  # two batch sizes, greedy and not
+    assert autotp.warm_up(model, (1, 3), max_length=257) == 2 * (2 + 4)  # two batch sizes; greedy or not, lengths of prompts
     for rows in (1, 2, 3):
         for new in (2, 30, 200):
             model.generate(ids[:rows], max_new_tokens=new, do_sample=rows == 2, eos_token_id=None, pad_token_id=0)
-    assert engine.captures - before == 5 and engine.arena.tokens == 4 * 256  # two rows were not asked for
+    seen = engine.captures - before, engine.arena.tokens
+    assert seen == (12 + 1, 4 * 256)  # two rows were not asked for; their prompt is padded, and in no graph
     tokens = model.generate(ids[1:2], max_new_tokens=NEW, do_sample=False)
     layer = model.model.layers[0].self_attn.o_proj
     handle = layer.register_forward_hook(lambda module, args, output: output * -3)
     changed = model.generate(ids[1:2], max_new_tokens=NEW, do_sample=False)
     handle.remove()
-    assert not torch.equal(changed, tokens) and engine.captures - before == 6
+    assert not torch.equal(changed, tokens) and engine.captures - before == 15
     assert torch.equal(model.generate(ids[1:2], max_new_tokens=NEW, do_sample=False), tokens)
     other = copy.deepcopy(model)
     assert find_engine(other) is not engine and not find_engine(other).steps
