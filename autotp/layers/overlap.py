@@ -28,9 +28,10 @@ from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
 from ..exchange import Exchange, find_exchange
 from ..kernels.blocks import Dealt
-from ..kernels.moves import SMALLEST_SUM_BYTES, Moves
+from ..kernels.moves import BY_SIZE, SMALLEST_SUM_BYTES, Moves
 
 WAYS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "tp_overlap_comm")
+UNSET = (None,) * len(WAYS)
 OPTIONS = (*WAYS, "ub_name")
 
 
@@ -81,7 +82,16 @@ def read_moves(layer: Any) -> Moves:
     Raises:
         PlanError: options that exclude each other, or of another type.
     """
-    ways = tuple(getattr(layer, name) for name in WAYS)
+    ways = (
+        layer.ub_overlap_ag,
+        layer.ub_overlap_rs,
+        layer.ub_overlap_rs_dgrad,
+        layer.ub_bulk_dgrad,
+        layer.ub_bulk_wgrad,
+        layer.tp_overlap_comm,
+    )
+    if ways == UNSET:  # in every forward of every layer
+        return BY_SIZE
     return _moves(is_row(layer), ways, layer.ub_name or layer.full_name)
 
 
