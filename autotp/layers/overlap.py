@@ -12,6 +12,9 @@ sequence), may be set at any time, and is read in each forward. On a CPU nothing
 | `ub_bulk_dgrad` | column; rows dealt | the gather of x for wgrad, behind dgrad |
 | `tp_overlap_comm` | column, row; rows whole | the sum of dx behind wgrad; row: of the output behind the product's blocks |
 
+`symmetric_ar_type` is about the sum of a row's output of few whole rows: "one_shot" or "two_shot", by PyTorch's kernels
+over symmetric memory in place of NCCL's; up to 1 MiB, and on GPUs that reach each other, elsewhere the collective runs.
+
 `ub_overlap_rs_dgrad=True` excludes the bulk options' True. Where both options of one scatter are set, True outweighs False. What
 is not about a layer's kind does nothing there: a caller may set all of them on all layers.
 """
@@ -29,9 +32,11 @@ from ..errors import AutoTPError, PlanError
 from ..exchange import Exchange, find_exchange
 from ..kernels.blocks import Dealt
 from ..kernels.moves import BY_SIZE, SMALLEST_SUM_BYTES, Moves
+from ..peers import KINDS, check_kind
 
 WAYS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "tp_overlap_comm")
-OPTIONS = (*WAYS, "ub_name")
+UNSET = (None,) * len(WAYS)
+OPTIONS = (*WAYS, "symmetric_ar_type", "ub_name")
 _NAMES = frozenset(WAYS)
 
 
@@ -44,6 +49,7 @@ class Overlap(TypedDict, total=False):
     ub_bulk_dgrad: bool | None
     ub_bulk_wgrad: bool | None
     tp_overlap_comm: bool | None
+    symmetric_ar_type: str | None
     ub_name: str | None
 
 
@@ -60,6 +66,7 @@ class OverlapOptions:
     ub_bulk_dgrad: bool | None = None
     ub_bulk_wgrad: bool | None = None
     tp_overlap_comm: bool | None = None
+    symmetric_ar_type: str | None = None
     ub_name: str | None = None
 
 
@@ -74,6 +81,7 @@ def set_options(layer: Any, options: Any) -> None:
             raise PlanError(f"{layer.full_name}: there is no option {key!r}; the overlap options are {', '.join(OPTIONS)}")
         setattr(layer, key, value)
     read_moves(layer)
+    read_symmetric(layer)
 
 
 def read_moves(layer: Any) -> Moves:
@@ -82,8 +90,34 @@ def read_moves(layer: Any) -> Moves:
     Raises:
         PlanError: options that exclude each other, or of another type.
     """
-    ways = tuple(getattr(layer, name) for name in WAYS)
+    ways = (
+        layer.ub_overlap_ag,
+        layer.ub_overlap_rs,
+        layer.ub_overlap_rs_dgrad,
+        layer.ub_bulk_dgrad,
+        layer.ub_bulk_wgrad,
+        layer.tp_overlap_comm,
+    )
+    if ways == UNSET:  # in every forward of every layer
+        return BY_SIZE
     return _moves(is_row(layer), ways, layer.ub_name or layer.full_name)
+
+
+def read_symmetric(layer: Any) -> str | None:
+    """How a row layer sums small outputs; None: as any other.
+
+    Raises:
+        PlanError: no such kind, or one that needs NVLink multicast.
+    """
+    kind = layer.symmetric_ar_type
+    if kind is None:
+        return None
+    if kind not in KINDS:
+        try:
+            check_kind(str(kind))
+        except AutoTPError as error:
+            raise PlanError(f"{layer.ub_name or layer.full_name}: symmetric_ar_type: {error}") from None
+    return kind
 
 
 def is_row(layer: Any) -> bool:

@@ -21,6 +21,7 @@ from autotp.generation.engine import find_engine
 from autotp.layers.decoding import decoding_step
 from autotp.train.optimizer import MasterOptimizer
 from autotp.train.resume import random_state, set_random_state
+from tests.gpu.moving_rows import CHECKS
 from tests.inject.test_families import full_gradients
 from tests.models import batch, tiny
 
@@ -303,6 +304,7 @@ def main():
     checks += [(check_generate, "gemma2"), (check_smollm2_shape, None)]
     checks += [(check_decoding, family) for family in FAMILIES]
     checks += [(check_norm_linear, norm) for norm in ("LayerNorm", "RMSNorm")]
+    checks += [(check, None) for check in CHECKS]
     failed = 0
     for check, family in checks:
         try:

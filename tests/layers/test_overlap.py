@@ -59,6 +59,10 @@ def test_options_that_do_not_fit_are_refused():
         column(ub_overlap_ag=1)
     with pytest.raises(PlanError, match="no option 'ub_overlap_all'; the overlap options are ub_overlap_ag, "):
         LayerNormLinear(6, 4, ub_overlap_all=True)
+    with pytest.raises(PlanError, match="Linear: symmetric_ar_type: multimem_all_reduce needs NVLink multicast"):
+        column(symmetric_ar_type="multimem_all_reduce")
+    with pytest.raises(PlanError, match="'ring' is none of push, one_shot, two_shot"):
+        LayerNormLinear(6, 4, symmetric_ar_type="ring")
     layer = column()
     layer.ub_bulk_wgrad, layer.ub_overlap_rs_dgrad = True, True  # set on any instance, seen when it is read
     with pytest.raises(PlanError, match="excludes"):
@@ -102,6 +106,33 @@ def check_region(group, main_grad):
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_sums_of_a_region_in_blocks(ranks, main_grad):
     ranks.run(check_region, main_grad)
+
+
+def check_symmetric(group):
+    """Which sums are asked for in another way, and that they are the same."""
+    tp, asked = resolve_group(group), []
+    small = tp.all_reduce_small
+    tp.all_reduce_small = lambda tensor, kind: (asked.append(kind), small(tensor, kind))[1]
+    whole, x = linear_of(8, 6, 3), made(1, 5, 8)
+    columns = slice(4 * tp.tp_rank, 4 * tp.tp_rank + 4)
+    layer = LinearAllreduce(linear_of(8, 6, 3), tp, name="down")
+    layer.symmetric_ar_type = "one_shot"
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(layer(x[:, columns]), whole(x))
+    sized = Linear(8, 6, dtype=torch.float64, tensor_parallel_mode="row", tensor_parallel_group=tp, symmetric_ar_type="two_shot")
+    sized.load_state_dict(whole.state_dict())
+    sized.reduce_dtype = torch.float32
+    torch.testing.assert_close(sized(x[:, columns]), whole(x), rtol=1e-5, atol=1e-5)
+    layer = LayerNormLinear(8, 6, parallel_mode="row", tp_group=tp, params_dtype=torch.float64)
+    want = layer(x[:, columns])
+    layer.symmetric_ar_type = "two_shot"
+    assert torch.equal(layer(x[:, columns]), want)
+    assert asked == ["one_shot", "one_shot", "two_shot", "two_shot"]
+
+
+def test_small_sums_over_symmetric_memory(ranks):
+    ranks.run(check_symmetric)
 
 
 class Reaching(Exchange):
