@@ -169,12 +169,21 @@ def begin_owner(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 def end_owner(module: Any, args: tuple[Any, ...], output: Any) -> None:
-    """Forward hook, run after an exception too: behind the last owner nothing is left of its forward."""
+    """Forward hook, run after an exception too: behind the last owner nothing is left of its forward.
+
+    Raises:
+        PlanError: the rows were not joined again.
+    """
     for stream, whole in module.__dict__["autotp_streams"]:
         if whole:
-            stream.owners = max(0, stream.owners - 1)
-            if stream.owners == 0:
+            stream.owners, dealt = max(0, stream.owners - 1), stream.layout is not None
+            if stream.owners == 0 or dealt:
                 stream.reset()
+            if dealt:
+                raise PlanError(
+                    f"{type(module).__name__} dealt its tokens, but the module that joins them again did not run (layerdrop, or "
+                    f"layers taken out?): let all layers run, or pass sequence_parallel=False"
+                )
 
 
 def collects_states(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
