@@ -39,6 +39,7 @@ class TPGroup:
         ranks: global ranks of the members, in group order.
         device: where this rank's shards live.
         timeout_s: seconds after which a rank that does not arrive is named.
+        owned: what is made once for these ranks and lives as long as they do: buffers that move data between them.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float = 600) -> None:
@@ -48,6 +49,7 @@ class TPGroup:
         self.tp_rank = 0 if group is None else dist.get_rank(group)
         self.tp_size = 1 if group is None else dist.get_world_size(group)
         self.ranks = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
+        self.owned: dict[str, Any] = {}
         self._store = None
         self._arrivals = itertools.count()
         self._left: list[str] = []  # this rank's notes in the store that some rank may not have read yet

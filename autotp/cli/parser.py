@@ -8,7 +8,7 @@ import types
 import typing
 from typing import Any
 
-from ..train.options import TrainOptions
+from ..train.options import WHEN_DEALT, TrainOptions
 from .generate import run_generate
 from .plan import run_plan
 from .train import run_train
@@ -114,6 +114,7 @@ TRAIN_GROUPS: dict[str, list[tuple[str, str | None, str]]] = {
         ("tp", "N", "tensor-parallel size: ranks that share one model"),
         ("dp", "N", "data-parallel size: copies of the model"),
         ("plan", "FILE.json", "a plan that `autotp plan --json` printed, edited or not; proved again"),
+        ("sequence_parallel", "WHEN", "tokens are dealt to the tp ranks between split regions: never, auto or always"),
     ],
     "data": [
         ("text_field", "NAME", "the field of JSONL, parquet or arrow that holds the text"),
@@ -206,6 +207,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser, model_help: str, json_he
     parser.add_argument(
         "--few-units", choices=("whole", "refuse"), default="whole",
         help="what has fewer units (neurons, heads) than there are ranks stays whole, or is an error (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sequence-parallel", choices=WHEN_DEALT, default="never",
+        help="when tokens are dealt to the ranks between split regions; auto: where there are many (%(default)s)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help=json_help)
 
