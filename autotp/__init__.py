@@ -1,6 +1,7 @@
 """autotp: make an existing Hugging Face model tensor-parallel with one call."""
 
 from .checkpoint.save import save_pretrained
+from .checkpoint.state import TrainingState
 from .comm import TPGroup
 from .errors import AutoTPError, CheckpointError, GatherError, KernelUnsupported, PlanError, ProofError
 from .inject.plan import ModulePlan, Plan, Region
@@ -37,6 +38,7 @@ __all__ = [
     "Shard",
     "TPGroup",
     "TensorParallel_Layer",
+    "TrainingState",
     "__version__",
     "clip_grad_norm_",
     "enable_main_grad",

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 HEIGHT = dict(
-    **dict(errors=0, version=0, shard=1, kernels=1, comm=2, collectives=3),
+    **dict(errors=0, version=0, shard=1, kernels=1, comm=2, collectives=3, places=3),
     **dict(layers=4, checkpoint=5, inject=6, train=7, cli=8, __init__=9),
 )
 

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from ..errors import AutoTPError, CheckpointError
+from ..places import Places
 from .batches import TrainBatches
 from .optimizer import MasterOptimizer
 from .options import TrainOptions, flag_of
-from .places import Places
 
 # What the position in the data and the shards mean nothing without.
 FIXED = (

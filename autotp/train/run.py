@@ -18,6 +18,7 @@ from transformers import get_scheduler
 from ..checkpoint.gguf import convert_beside, find_gguf
 from ..checkpoint.save import save_pretrained
 from ..errors import AutoTPError
+from ..places import Places
 from .batches import TrainBatches, count_labels, eval_batches
 from .encode import Encoder
 from .events import EventLog, SpeedMeter, memory_gib
@@ -25,7 +26,6 @@ from .loop import Stepper
 from .optimizer import MasterOptimizer
 from .options import TrainOptions
 from .paths import check_out
-from .places import Places
 from .records import check_files
 from .resume import RunState, find_checkpoint
 from .sequences import SequenceStream, ShuffledSequences, nothing_in

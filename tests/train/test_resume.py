@@ -11,11 +11,11 @@ from torch import nn
 
 from autotp.comm import TPGroup
 from autotp.errors import AutoTPError
+from autotp.places import Places
 from autotp.train import optimizer as optimizer_file
 from autotp.train.loop import Stepper
 from autotp.train.optimizer import MasterOptimizer
 from autotp.train.options import TrainOptions
-from autotp.train.places import Places
 from autotp.train.run import NonFiniteLossError, TrainInterrupted, train
 from autotp.train.stop import StopSignals
 from tests.ranks import grid
