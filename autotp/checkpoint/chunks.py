@@ -67,8 +67,18 @@ def find_order(shard: Shard) -> Order:
 
 @lru_cache(maxsize=4096)
 def owned_boxes(shard: Shard, rank: int) -> tuple[Box, ...]:
-    """What `rank` saves: of copies, the lowest holder's; together all ranks' are the whole tensor, once."""
+    """What `rank` saves: of copies, the lowest holder's; together all ranks' are the whole tensor, once.
+
+    They lie in what `take_owned` gives.
+    """
     return _make_boxes(shard, _owned_blocks(shard, rank, find_order(shard)))
+
+
+def take_owned(part: Tensor, shard: Shard, rank: int) -> Tensor:
+    """The rank's part; where that is saved in order, only what the rank owns of it, as a copy if that is less."""
+    for dim, mask in shard.owned(rank) if find_order(shard) else ():
+        part = part.index_select(dim, mask.nonzero().flatten().to(part.device))
+    return part
 
 
 @lru_cache(maxsize=4096)
@@ -103,8 +113,10 @@ def _places(shard: Shard, rank: int, order: Order) -> dict[int, Tensor]:
 
 
 def _owned_blocks(shard: Shard, rank: int, order: Order) -> dict[int, list[_Block]]:
-    masks = dict(shard.owned(rank))
-    return {dim: _find_blocks(places, masks.get(dim)) for dim, places in _places(shard, rank, order).items()}
+    masks, places = dict(shard.owned(rank)), _places(shard, rank, order)
+    if order:
+        return {dim: _find_blocks(each[masks[dim]] if dim in masks else each) for dim, each in places.items()}
+    return {dim: _find_blocks(each, masks.get(dim)) for dim, each in places.items()}
 
 
 def _find_blocks(places: Tensor, mask: Tensor | None = None) -> list[_Block]:
@@ -191,7 +203,7 @@ def chunk_to_save(part: Tensor, shard: Shard | None, rank: int) -> Tensor:
     """What a save is given for a rank's part; a tensor that every rank holds whole is itself."""
     if shard is None or not shard.cuts:
         return part.detach()
-    return ChunkedTensor(part.detach(), shard.shape, owned_boxes(shard, rank))
+    return ChunkedTensor(take_owned(part.detach(), shard, rank), shard.shape, owned_boxes(shard, rank))
 
 
 class PickedTensor:

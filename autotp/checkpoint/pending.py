@@ -153,9 +153,10 @@ def find_steps(directory: Path) -> dict[int, Path]:
     return dict(sorted(found.items(), reverse=True))
 
 
-def find_partial(directory: Path) -> list[Path]:
-    """What saves that did not come to their end left."""
-    return sorted(directory.glob(f".{PREFIX}*.partial"))
+def find_partial(directory: Path) -> dict[int, Path]:
+    """What saves that did not come to their end left, by step, newest first."""
+    found = {path.name.split(".")[1].removeprefix(PREFIX): path for path in directory.glob(f".{PREFIX}*.partial")}
+    return {int(step): found[step] for step in sorted(filter(str.isdigit, found), key=int, reverse=True)}
 
 
 def remove_older(newest: Path, keep_last: int) -> None:
@@ -170,7 +171,7 @@ def remove_older(newest: Path, keep_last: int) -> None:
 
 def clean_up(final: Path) -> None:
     """Remove what earlier saves left half done, this one's place included; on rank 0, before a save."""
-    for path in [*find_partial(final.parent), *final.parent.glob(f".{PREFIX}*.gone"), partial_of(final)]:
+    for path in [*find_partial(final.parent).values(), *final.parent.glob(f".{PREFIX}*.gone"), partial_of(final)]:
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -174,7 +174,7 @@ class TrainingState:
         self.wait()
         places, path = self.places, Path(directory)
         with places.together(f"resuming from {path}"):
-            found = find_newest(path) if places.is_main else None
+            found = _choose(path) if places.is_main else None
         path = Path(places.gather(None if found is None else str(found))[0])
         with places.together(f"resuming from {path}"):
             about = read_about(path)
@@ -244,22 +244,29 @@ def read_about(path: Path) -> dict[str, Any]:
     return about
 
 
-def find_newest(directory: Path) -> Path:
-    """`directory` if it is a state; else the newest whole one in it, with a warning if there are newer ones that are not.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if (directory / ABOUT).exists():
-        return directory
-    skipped = [f"{path.name} (a save that did not end)" for path in find_partial(directory)]
-    for path in find_steps(directory).values():
+def find_newest(directory: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole state in `directory`, or None; and what is newer, or did not come to its end, with what it lacks."""
+    passed_over = []
+    newest, newest_step = None, -1
+    for step, path in find_steps(directory).items():
         try:
             read_about(path)
         except CheckpointError as error:
-            skipped.append(str(error))
+            passed_over.append(str(error))
             continue
-        if skipped:
-            warnings.warn(f"going on from {path}; passed over: {'; '.join(skipped)}", stacklevel=2)
-        return path
-    raise CheckpointError(f"there is no training state in {directory}{': ' if skipped else ''}{'; '.join(skipped)}")
+        newest, newest_step = path, step
+        break
+    halves = [path for step, path in find_partial(directory).items() if step > newest_step]
+    return newest, [*(f"{path} (a save that did not come to its end)" for path in halves), *passed_over]
+
+
+def _choose(directory: Path) -> Path:
+    """`directory` if it is a state; else the newest whole one in it, with a warning of what is passed over."""
+    if (directory / ABOUT).exists():
+        return directory
+    found, passed_over = find_newest(directory)
+    if found is None:
+        raise CheckpointError("; ".join([f"there is no whole training state in {directory}", *passed_over]))
+    if passed_over:
+        warnings.warn(f"going on from {found}; passed over: {'; '.join(passed_over)}", stacklevel=4)
+    return found

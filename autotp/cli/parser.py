@@ -124,6 +124,8 @@ TRAIN_GROUPS: dict[str, list[tuple[str, str | None, str]]] = {
         ("eval_every", "N", "steps between two evaluations; 0: one at the end"),
         ("eval_batches", "N", "batches in an evaluation; all if not given"),
         ("save_every", "N", "steps between two checkpoints to resume from; 0: only when interrupted"),
+        ("keep_last", "N", "how many of these checkpoints are left; 0: all"),
+        ("async_save", None, "write them beside the training, from a copy in the CPU's memory"),
         ("resume", "DIR", "go on from this checkpoint-STEP; `auto`: from the newest in --out, if any"),
         ("log", "FILE", "JSONL: one line for each step"),
         ("tensorboard", "DIR", "the same for TensorBoard"),

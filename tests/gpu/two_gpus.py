@@ -16,8 +16,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import autotp
+from autotp.checkpoint.random_state import random_state, set_random_state
 from autotp.train.optimizer import MasterOptimizer
-from autotp.train.resume import random_state, set_random_state
 from tests.inject.test_families import full_gradients
 from tests.models import batch, tiny
 

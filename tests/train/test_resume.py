@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 
 import pytest
@@ -139,13 +140,21 @@ def test_what_cannot_be_resumed_is_named(ranks, source, tmp_path):
     assert "is not the checkpoint of a run: the newest in --out is" in refused(resume=str(out))
     other = write_jsonl(source / "other.jsonl", [{"text": "a"}])
     assert "other.jsonl" in refused(resume=checkpoint, data=[other])
-    message = ranks.run(run_refused, TrainOptions.from_mapping({**options.to_mapping(), "resume": checkpoint, "tp": 2}))
-    assert all("was written with --tp 1, this run has 2" in each for each in message)
+    message = ranks.run(
+        run_refused, TrainOptions.from_mapping({**options.to_mapping(), "resume": checkpoint, "tp": 2, "seed": 7})
+    )
+    assert all("was written with --seed 0, this run has 7" in each for each in message)
+    said = "was written with 4 sequences in a step (--dp x --batch-size x --grad-accum: [1, 2, 2]), this run has 8 ([1, 2, 4])"
+    assert said in refused(resume=checkpoint, grad_accum=4)
     for other in (None, "auto"):
         assert "holds a model, which this run would write over" in refused(resume=other, out=str(source))
-    shard = out / "checkpoint-2" / "shard-0-of-1.pt"
+    (out / "checkpoint-4").mkdir()
+    shutil.copytree(checkpoint, out / "checkpoint-3")
+    shard = out / "checkpoint-3" / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:1000])
-    assert f"can't read {shard}" in refused(resume=checkpoint)
+    assert f"{shard} has 1000 bytes instead of" in refused(resume=str(shard.parent))
+    with pytest.warns(UserWarning, match=r"going on from .*checkpoint-2; passed over: .*checkpoint-4.*checkpoint-3"):
+        assert train(TrainOptions.from_mapping({**options.to_mapping(), "resume": "auto"})).steps == 2
 
 
 def run_refused(group, options):
