@@ -7,6 +7,7 @@ tensors, `.metadata`, and of that only the classes that such a list is made of a
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -43,17 +44,6 @@ Note = list[list[Any]]  # of each tensor that a rank wrote: key, offsets, file, 
 # -- writing --------------------------------------------------------------------------------------------------------------
 
 
-class _SavePlanner(DefaultSavePlanner):
-    """Of flat dicts, and able to write copies in place of the tensors themselves."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.staged: dict[MetadataIndex, Tensor] | None = None
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        return super().resolve_data(write_item) if self.staged is None else self.staged[write_item.index]
-
-
 class _Writer(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         """Nothing: where it was written is no part of a checkpoint."""
@@ -63,17 +53,20 @@ class _Writer(FileSystemWriter):
 class TensorWriter:
     """Writes one rank's share of tensors, of which copies on other ranks are written once.
 
+    The file is written here and not by torch's writer, which keeps all of it in the CPU's memory until it is done.
+
     Args:
-        directory: where to; it exists.
+        directory: where to; it need not exist before `write`.
         tensors: this rank's, by key: `chunk_to_save`'s.
     """
 
     def __init__(self, directory: Path, tensors: dict[str, Tensor]) -> None:
-        self.writer = _Writer(directory, per_thread_copy_ahead=0)
-        self.planner = _SavePlanner()
-        self.planner.set_up_planner(tensors, self.writer.storage_meta(), True)
-        self.metadata = Metadata({})
+        self.directory = directory
+        self.planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.planner.set_up_planner(tensors, StorageMeta(), True)
         self.plan = self.planner.create_local_plan()
+        self.metadata, self.rank = Metadata({}), 0
+        self.staged: dict[MetadataIndex, Tensor] | None = None
 
     def agree(self, plans: list[SavePlan], rank: int) -> None:
         """Settle who writes what, from every rank's `plan`; the same on every rank, so nothing need be sent back.
@@ -81,9 +74,8 @@ class TensorWriter:
         Raises:
             ValueError: the ranks' tensors do not fit together.
         """
-        self.writer.set_up_storage_writer(True)
         plans, self.metadata = self.planner.create_global_plan(plans)
-        self.plan = self.planner.finish_plan(self.writer.prepare_global_plan(plans)[rank])
+        self.plan, self.rank = self.planner.finish_plan(plans[rank]), rank
 
     def total_bytes(self) -> int:
         """Of the tensors that all ranks write."""
@@ -92,20 +84,26 @@ class TensorWriter:
 
     def stage(self) -> None:
         """Copy what this rank will write to the CPU: the tensors may change from now on."""
-        staged = {}
-        for item in self.plan.items:
-            data = self.planner.resolve_data(item)
-            staged[item.index] = data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        self.planner.staged = staged
+        self.staged = {item.index: self._resolve(item).to("cpu", copy=True) for item in self.plan.items}
+
+    def _resolve(self, item: WriteItem) -> Tensor:
+        data: Any = self.planner.resolve_data(item)
+        return data.detach()
 
     def write(self) -> Note:
-        """Write the file, through to the disk."""
-        results = self.writer.write_data(self.plan, self.planner).wait()
-        self.planner.staged = None
-        return [
-            [r.index.fqn, list(r.index.offset or ()), r.storage_data.relative_path, r.storage_data.offset, r.storage_data.length]
-            for r in results
-        ]
+        """Write the file, through to the disk, one tensor after another."""
+        note, name = [], f"__{self.rank}_0.distcp"
+        with open(self.directory / name, "wb") as file:
+            for item in self.plan.items:
+                data = self._resolve(item).cpu() if self.staged is None else self.staged.pop(item.index)
+                if data.untyped_storage().nbytes() != data.nbytes:  # all of its storage would be written
+                    data = data.clone(memory_format=torch.contiguous_format)
+                first = file.tell()
+                torch.save(data, file)
+                note.append([item.index.fqn, list(item.index.offset or ()), name, first, file.tell() - first])
+            file.flush()
+            os.fsync(file.fileno())
+        return note
 
     def finish(self, notes: list[Note]) -> None:
         """Write the list of tensors; on one rank, with the notes of all."""
@@ -114,7 +112,9 @@ class TensorWriter:
             for note in notes
             for key, offsets, file, first, length in note
         ]
-        self.writer.finish(self.metadata, [results])
+        writer = _Writer(self.directory)
+        writer.set_up_storage_writer(True)
+        writer.finish(self.metadata, [results])
 
 
 # -- reading --------------------------------------------------------------------------------------------------------------
