@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -49,6 +50,10 @@ class StateParts:
             if not isinstance(tensor, Tensor):
                 kind = type(tensor).__name__
                 raise CheckpointError(f"'{name}' of {type(model).__name__} is a {kind}, not a tensor: no state can hold it")
+            if isinstance(tensor, DTensor):
+                raise CheckpointError(
+                    f"'{name}' of {type(model).__name__} is a DTensor: save it with torch.distributed.checkpoint"
+                )
             if id(tensor) in names:
                 continue
             names[id(tensor)] = name

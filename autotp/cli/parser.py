@@ -80,7 +80,8 @@ a run.yaml, by the names of these options (paths count from where you are):
 
 Ctrl-C once: the step is finished, all is saved, and the command that goes on
 from there is printed. Twice: it ends at once. When something goes wrong, the
-message says what to do, and OUT/autotp.log has what the ranks said.
+message says what to do, and OUT/autotp.log has what the ranks said. A run may
+go on over other --tp and --dp, with as many sequences in a step.
 
 exit codes:
   0 trained and saved   2 an error, in one message   130 interrupted (Ctrl-C)
