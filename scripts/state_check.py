@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import multiprocessing
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +29,6 @@ from torch import Tensor, nn
 import autotp
 from autotp import TrainingState
 from autotp.checkpoint.state import find_newest
-from autotp.comm import init_process_group_from_env
 from autotp.train.launch import launch_ranks
 
 WIDTH, LAYERS = 512, 24  # of the model that is killed: 75 MB with its optimizer's state
@@ -44,12 +41,9 @@ def main() -> int:
     parser.add_argument("model", help="directory with safetensors")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--out", help="a JSON file to write")
-    parser.add_argument("--saver", help=argparse.SUPPRESS)  # in a process of its own, whose ranks are killed
     args = parser.parse_args()
-    if args.saver:
-        launch_ranks(save_for_ever, 2, args.saver, args.model == "async")
-        return 0
-    report = {"killed": check_kills("sync", args.kills), "killed async": check_kills("async", args.kills)}
+    torch.set_num_threads(1)  # processes are forked from this one
+    report = {"killed": check_kills(False, args.kills), "killed async": check_kills(True, args.kills)}
     report["sizes"] = check_sizes(args.model)
     text = json.dumps(report, indent=1)
     print(text)
@@ -83,9 +77,9 @@ def fill(tensors: list[Tensor], step: int) -> None:
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
 
 
-def save_for_ever(out: str, beside: bool) -> None:
+def save_for_ever(rank: int, meeting: str, out: str, beside: bool) -> None:
     """In a rank: save one step after another."""
-    init_process_group_from_env()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     model, optimizer, tensors = make_plain()
     state = TrainingState(model, optimizer, dp=torch.distributed.group.WORLD)
     step = newest_step(out)
@@ -101,35 +95,38 @@ def newest_step(out: str) -> int:
     return 0 if newest is None else int(newest.name.removeprefix("checkpoint-").removeprefix(".checkpoint-").removesuffix(".old"))
 
 
-def check_kills(kind: str, count: int) -> dict[str, Any]:
-    """Kill a rank of a saver `count` times, and load after each."""
+def check_kills(beside: bool, count: int) -> dict[str, Any]:
+    """Kill a rank `count` times, and load after each."""
     draw, steps, halves = random.Random(), [0], 0
-    with tempfile.TemporaryDirectory() as out:
-        for _ in range(count):
-            command = [sys.executable, __file__, kind, "--saver", out]
-            process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
-            while newest_step(out) == steps[-1]:
-                if process.poll() is not None:
-                    raise RuntimeError(f"the saver ended by itself with {process.returncode}")
-                time.sleep(0.02)
-            time.sleep(draw.uniform(0, 1))
-            os.kill(draw.choice(find_ranks(process.pid)), signal.SIGKILL)
-            process.wait()
+    context = multiprocessing.get_context("fork")  # started in no time, as all is imported
+    with tempfile.TemporaryDirectory() as place:
+        out = f"{place}/out"
+        for number in range(count):
+            meeting = f"{place}/{number}"
+            ranks = [context.Process(target=save_for_ever, args=(rank, meeting, out, beside), daemon=True) for rank in (0, 1)]
+            for process in ranks:
+                process.start()
+            begun = None
+            while newest_step(out) == steps[-1] and all(process.is_alive() for process in ranks):
+                if begun is None and any(Path(out).glob(".checkpoint-*.partial")):
+                    begun = time.monotonic()
+                time.sleep(0.005)
+            time.sleep(draw.uniform(0, 3 * (time.monotonic() - (begun or time.monotonic()))))  # a save, and what lies between
+            draw.choice(ranks).kill()
+            time.sleep(draw.choice((0, 0.2)))
+            for process in ranks:  # as the one that started them would
+                process.kill()
+                process.join()
             halves += any(Path(out).glob(".checkpoint-*.partial"))
             found, wanted = make_plain(), make_plain()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 steps.append(TrainingState(*found[:2]).load(out).step)
             fill(wanted[2], steps[-1])
-            if not all(torch.equal(a, b) for a, b in zip(find_tensors(*found[:2]), wanted[2], strict=True)):
+            same = all(torch.equal(a, b) for a, b in zip(find_tensors(*found[:2]), wanted[2], strict=True))
+            if not same or steps[-1] <= steps[-2]:
                 return {"passed": False, "steps": steps}
     return {"passed": True, "kills": count, "found half written": halves, "steps that loaded": steps[1:]}
-
-
-def find_ranks(parent: int) -> list[int]:
-    """The processes that `launch_ranks` started in `parent`."""
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [int(each) for each in children if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
 # -- sizes ----------------------------------------------------------------------------------------------------------------

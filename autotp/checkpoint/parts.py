@@ -51,9 +51,7 @@ class StateParts:
                 kind = type(tensor).__name__
                 raise CheckpointError(f"'{name}' of {type(model).__name__} is a {kind}, not a tensor: no state can hold it")
             if isinstance(tensor, DTensor):
-                raise CheckpointError(
-                    f"'{name}' of {type(model).__name__} is a DTensor: save it with torch.distributed.checkpoint"
-                )
+                raise CheckpointError(f"'{name}' of {type(model).__name__} is a DTensor: torch.distributed.checkpoint saves it")
             if id(tensor) in names:
                 continue
             names[id(tensor)] = name
