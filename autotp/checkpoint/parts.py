@@ -166,13 +166,13 @@ class StateParts:
                     reads.append((saved_key, name, made[name, key]))
         try:
             self._read(directory, metadata, reads, orders)
+            if self.optimizer is not None:
+                self.optimizer.load(about["optimizer"], made)
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(decode_plain(about["scheduler"]["state"]))
         except BaseException:
             mark_broken(self.model, f"only a part of {directory} could be read into it")
             raise
-        if self.optimizer is not None:
-            self.optimizer.load(about["optimizer"], made)
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(decode_plain(about["scheduler"]["state"]))
 
     def _read(self, directory: Path, metadata: Metadata, reads: list[tuple[str, str, Tensor]], orders: dict[str, Any]) -> None:
         whole: dict[str, Tensor] = {}

@@ -45,7 +45,7 @@ class PendingSave:
         self.partial = partial_of(final)
         self.error: BaseException | None = None
         self.stop = threading.Event()
-        self.written = threading.Event()
+        self.written, self.all_written = threading.Event(), threading.Event()
         self.thread: threading.Thread | None = None
         self.finished = False
 
@@ -89,6 +89,7 @@ class PendingSave:
 
     def complete(self) -> None:
         """On rank 0, after every rank has written: the directory has its name when this returns."""
+        self.all_written.set()
         if self.thread is not None:
             self.thread.join()
             self.raise_error()
@@ -119,7 +120,7 @@ class PendingSave:
         until = None
         paths = [self.partial / _note_name(rank) for rank in range(self.size)]
         while missing := [path.name for path in paths if not path.exists()]:
-            if self.thread is None or not threading.main_thread().is_alive():
+            if self.all_written.is_set() or not threading.main_thread().is_alive():
                 until = until or time.monotonic() + STRAY_S
             if self.stop.is_set() or (until is not None and time.monotonic() > until):
                 raise CheckpointError(

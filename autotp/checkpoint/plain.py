@@ -6,6 +6,7 @@
 | tuple | `{"tuple": [...]}` |
 | dict | `{"dict": [[key, value], ...]}`, keys of any plain type |
 | tensor | `{"tensor": [dtype, shape, base64 of the bytes]}` |
+| bytes | `{"bytes": base64}` |
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ def encode_plain(value: Any, where: str) -> Any:
     if isinstance(value, dict):
         pairs = [[encode_plain(key, f"a key of {where}"), encode_plain(each, f"{where}[{key!r}]")] for key, each in value.items()]
         return {"dict": pairs}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), base64.b64encode(data).decode()]}
     raise CheckpointError(
-        f"{where} is a {type(value).__name__}, which a training state can't hold: only None, numbers, texts, tensors, and lists, "
-        f"tuples and dicts of those. Leave it out, or convert it"
+        f"{where} is a {type(value).__name__}, which a training state can't hold: only None, numbers, texts, bytes, tensors, and "
+        f"lists, tuples and dicts of those. Leave it out, or convert it"
     )
 
 
@@ -72,6 +75,8 @@ def _decode(value: Any) -> Any:
         return tuple(_decode(each) for each in inside)
     if kind == "dict":
         return {_decode(key): _decode(each) for key, each in inside}
+    if kind == "bytes":
+        return base64.b64decode(inside, validate=True)
     if kind != "tensor":
         raise ValueError(f"there is no kind of value {kind!r}")
     name, shape, text = inside

@@ -101,7 +101,7 @@ class TrainingState:
         Args:
             directory: one that all ranks share; made if it is not there.
             step: number of the state; one of the same number is replaced.
-            extra: plain values to keep (None, numbers, texts, tensors; lists, tuples and dicts of those), rank 0's.
+            extra: plain values to keep (None, numbers, texts, bytes, tensors; lists, tuples and dicts of those), rank 0's.
             keep_last: how many states of steps up to this one are left in `directory`; 0: all.
             async_save: return when what this rank writes is copied to the CPU, and write beside the training. What goes wrong
                 is raised by the next `save`, `load` or `wait`.

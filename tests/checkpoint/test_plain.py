@@ -25,6 +25,7 @@ def test_values_come_back_as_they_were():
         (0, 1): 0.1 + 0.2,
         "big": 1 << 200,
         "inf": -math.inf,
+        "bytes": b"\x00\xff",
     }
     assert there_and_back(value) == value and type(there_and_back(value)["a"][2]) is bool
     assert math.isnan(there_and_back(math.nan)) and there_and_back(np.float64(0.1)) == 0.1 and there_and_back(np.int32(7)) == 7
@@ -37,7 +38,14 @@ def test_values_come_back_as_they_were():
 def test_what_is_not_plain_is_named():
     with pytest.raises(CheckpointError, match=r"extra\['a'\]\[1\] is a function, which a training state can't hold"):
         encode_plain({"a": [0, lambda: 0]}, "extra")
-    for data in ({"list": []}, {"tensor": ["float32", [3], "AAAA"]}, {"tensor": ["nn", [0], ""]}, {"dict": [1]}, {}):
+    for data in (
+        {"list": []},
+        {"tensor": ["float32", [3], "AAAA"]},
+        {"tensor": ["nn", [0], ""]},
+        {"dict": [1]},
+        {},
+        {"bytes": "a"},
+    ):
         with pytest.raises(CheckpointError, match="can't be read"):
             decode_plain(data)
 

@@ -129,6 +129,18 @@ def test_what_fails_beside_the_training_is_raised_by_the_next_call(saved, monkey
     assert TrainingState(*make()).load(directory).step == 5
 
 
+def test_a_directory_that_the_ranks_do_not_share_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(pending_file, "STRAY_S", 0.1)
+    final = tmp_path / "checkpoint-1"
+    writer = TensorWriter(pending_file.partial_of(final), {"w": torch.ones(2)})
+    writer.agree([writer.plan], 0)
+    writer.directory.mkdir()
+    pending = pending_file.PendingSave(writer, final, {}, 0, 2, 0)
+    pending.start(beside=True)
+    with pytest.raises(CheckpointError, match=r"\['note-1.json'\] of other ranks are not in .*must be one that all ranks share"):
+        pending.complete()
+
+
 def test_plain_torch_reads_it(saved):
     directory, parts, after = saved
     whole = {f"model.{name}": torch.zeros_like(value) for name, value in parts[0].state_dict().items() if "again" not in name}
