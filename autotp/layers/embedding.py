@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..collectives import copy_to_group, gather_from_group, reduce_from_group
 from ..comm import TPGroup
 from ..errors import GatherError, PlanError
+from ..kernels import few_rows
 from ..shard import Cut, Shard
 from .base import TensorParallel_Layer
 
@@ -148,5 +149,5 @@ class VocabParallelHead(TensorParallel_Layer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         entered = copy_to_group(input, self.tp, self.reduce_dtype)
-        logits = F.linear(entered, read_local_weight(self), self.bias)
+        logits = few_rows.linear(entered, read_local_weight(self), self.bias)
         return logits if self.keep_sharded else gather_columns(logits, self.shards["weight"], 0, self.tp)
