@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -166,6 +167,31 @@ class TPGroup:
         getattr(dist, ALL_GATHER)(every.view(torch.uint8), flat.view(torch.uint8), group=self.group)
         parts = every.view(self.tp_size, -1)
         return shard.join([parts[r, : sizes[r]].view(shard.local_shape(r)) for r in range(self.tp_size)])
+
+    def gather_to_host(self, local: Tensor, shard: Shard, rank: int, ready: Callable[[], Any]) -> Tensor | None:
+        """The full tensor of every rank's `local` part, in `rank`'s host memory, and None elsewhere; bitwise, uneven parts too.
+
+        On a GPU, `rank` needs memory for one full tensor. All of it is taken before `ready` is called, in which the ranks agree
+        to go on: a rank without enough of it raises while the others can still hear of it.
+        """
+        if self.tp_size == 1:
+            return shard.join([local]).cpu()
+        sizes = [shard.local_numel(r) for r in range(self.tp_size)]
+        flat = local.reshape(-1)
+        if local.numel() < max(sizes):
+            flat = torch.cat([flat, flat.new_zeros(max(sizes) - local.numel())])
+        parts = [torch.empty_like(flat) for _ in sizes] if rank == self.tp_rank else None
+        ready()
+        # As bytes: backends know some dtypes only, and nothing is computed.
+        lists = None if parts is None else [part.view(torch.uint8) for part in parts]
+        dist.gather(flat.contiguous().view(torch.uint8), lists, dst=self.ranks[rank], group=self.group)
+        if parts is None:
+            return None
+        full = torch.empty(shard.shape, dtype=local.dtype)
+        for r in reversed(range(self.tp_size)):
+            part = parts.pop()[: sizes[r]].view(shard.local_shape(r)).cpu()
+            shard.paste(full, part, r)
+        return full
 
     def start_gather(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Begin to gather every rank's `tensor` as `[tp_size, *shape]`; `wait()` on the second value before reading it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, GenerationConfig
 
-from ..checkpoint.source import SafetensorsSource
-from ..errors import CheckpointError
+from ..checkpoint.open import CheckpointSource
+from ..checkpoint.sharded import ShardedSource
+from ..errors import CheckpointError, PlanError
+from .plan import Plan
 from .shadow import empty_weights
 
 
@@ -32,7 +35,7 @@ def find_checkpoint(path: str | os.PathLike) -> Path:
         raise CheckpointError(f"{path} is neither a directory nor a model that the hub gives: {error}") from error
 
 
-def build_empty(directory: Path, source: SafetensorsSource, dtype: torch.dtype | str | None) -> nn.Module:
+def build_empty(directory: Path, source: CheckpointSource, dtype: torch.dtype | str | None) -> nn.Module:
     """The checkpoint's model: parameters on meta in their final dtype, buffers real, generation config as saved."""
     config = AutoConfig.from_pretrained(directory)
     names = getattr(config, "architectures", None) or []
@@ -52,3 +55,18 @@ def build_empty(directory: Path, source: SafetensorsSource, dtype: torch.dtype |
     if (directory / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model
+
+
+def read_kept_plan(model: nn.Module, source: CheckpointSource, tp_size: int) -> Plan | None:
+    """The plan that a sharded checkpoint was cut with, not proved yet; None if it is for other ranks or does not fit `model`."""
+    if not isinstance(source, ShardedSource) or source.tp_size != tp_size or source.plan is None:
+        return None
+    state = {**model.state_dict(keep_vars=True), **dict(model.named_buffers(remove_duplicate=False))}
+    try:
+        for module in source.plan["modules"]:
+            for own, shard in module["shards"].items():  # looked at before they are built, which takes memory for their sizes
+                if tuple(shard["shape"]) != tuple(state[f"{module['name']}.{own}" if module["name"] else own].shape):
+                    return None
+        return Plan.from_json(json.dumps(source.plan))
+    except (PlanError, KeyError, TypeError, AttributeError):
+        return None

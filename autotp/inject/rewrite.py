@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from .. import errors
 from ..checkpoint.load import fill_from_source, place_buffers
+from ..checkpoint.open import open_checkpoint
 from ..checkpoint.save import save_pretrained
-from ..checkpoint.source import ModuleSource, SafetensorsSource, take_part
+from ..checkpoint.source import ModuleSource, take_part
 from ..comm import TPGroup, resolve_group
 from ..errors import AutoTPError, PlanError
 from ..layers.attention import restore_fast_paths
@@ -26,9 +27,9 @@ from .callsites import remove_fixes
 from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_unbuilt
 from .forwards import Forward, remove_forward
 from .hints import spell
-from .load import build_empty, find_checkpoint
+from .load import build_empty, find_checkpoint, read_kept_plan
 from .plan import Plan
-from .rules import hints_of, make_plan
+from .rules import hints_of, make_plan, reuse_plan
 from .swap import make_plain, rewrite_modules
 
 
@@ -108,7 +109,7 @@ def from_pretrained(
     """`parallelize` of a checkpoint, of which each rank reads only its own slices.
 
     Args:
-        path: a hub id, or a directory with config.json and safetensors files.
+        path: a hub id, or a directory with config.json and safetensors files, or one that `autotp shard` made.
         dtype: of floating-point parameters; "auto" keeps the checkpoint's; None the config's own.
         The others as in `parallelize`.
 
@@ -122,11 +123,13 @@ def from_pretrained(
     group.arrive("from_pretrained")
     with group.together("reading the checkpoint's headers"):
         directory = find_checkpoint(path)
-        source = SafetensorsSource(directory)
+        source = open_checkpoint(directory)
     with source:
         with group.together("making the plan"):
             model = build_empty(directory, source, dtype)
-        made, forwards = plan_together(model, group, plan, head, inputs, attrs)
+            asked = plan != "auto" or head != "auto" or inputs is not None or attrs is not None
+            kept = None if asked else read_kept_plan(model, source, group.tp_size)
+        made, forwards = plan_together(model, group, plan, head, inputs, attrs, kept)
         check_agreement(group, source.digest())
         fill_from_source(model, made, source, group)
     finish_rewrite(model, made, group, logits, forwards)
@@ -163,9 +166,11 @@ def unshard(model: nn.Module) -> nn.Module:
 
 
 def plan_together(
-    model: nn.Module, group: TPGroup, plan: Any, head: str, inputs: Any, attrs: Any
+    model: nn.Module, group: TPGroup, plan: Any, head: str, inputs: Any, attrs: Any, kept: Plan | None = None
 ) -> tuple[Plan, dict[str, Forward]]:
     """The plan that rank 0 makes and proves, and the forwards that it needs, on every rank; all must have asked for the same.
+
+    `kept`, a plan that a checkpoint was cut with, is taken where it still proves.
 
     Raises:
         AutoTPError: rank 0 could make none, or ranks asked for different ones.
@@ -175,7 +180,8 @@ def plan_together(
     made = failure = None
     if group.tp_rank == 0:
         try:
-            made = make_plan(model, group.tp_size, plan, head, inputs, attrs=attrs).to_json()
+            reused = None if kept is None else reuse_plan(model, group.tp_size, kept)
+            made = (reused or make_plan(model, group.tp_size, plan, head, inputs, attrs=attrs)).to_json()
         except Exception as error:  # every rank has to hear of it
             failure = error
         gc.collect()  # what the proof ran on refers to itself: gone before the weights come

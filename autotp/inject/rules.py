@@ -85,6 +85,13 @@ def make_plan(
     return made
 
 
+@keep_random()
+@one_core()
+def reuse_plan(model: nn.Module, tp_size: int, plan: Plan) -> Plan | None:
+    """`plan`, made for such a model before, if it still proves; None if it does not."""
+    return plan if _still_proves(model, plan, tp_size) else None
+
+
 def _make_plan(model: nn.Module, tp_size: int, plan: Any, head: str, inputs: Any, attrs: Any) -> Plan:
     hints = hints_of(model, tp_size, plan, attrs)
     if isinstance(plan, Plan):
