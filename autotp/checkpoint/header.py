@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -143,6 +144,11 @@ def sum_entries(entries: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(entries, sort_keys=True, separators=(",", ":")).encode())
 
 
+def spell_checksums(crcs: Sequence[int]) -> str:
+    """Checksums as they stand in the metadata: always of the same length."""
+    return " ".join(f"{crc:08x}" for crc in crcs)
+
+
 def _read_checksums(path: Path, text: str | None, entries: dict[str, Any], count: int) -> list[int | None]:
     """The CRC-32 of each tensor in the order of their offsets; None for each where the file was saved without."""
     if text is None:
@@ -151,7 +157,7 @@ def _read_checksums(path: Path, text: str | None, entries: dict[str, Any], count
         first, *crcs = (int(part, 16) for part in text.split())
     except (ValueError, AttributeError):
         first, crcs = -1, []
-    if len(crcs) != count or first != sum_entries(entries):
+    if text != spell_checksums([first, *crcs]) or len(crcs) != count or first != sum_entries(entries):
         raise CheckpointError(f"the header of {path} is not the one that was saved: the file is damaged. {_AGAIN}")
     return list(crcs)
 

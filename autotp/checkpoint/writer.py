@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .header import CHECKSUMS, DTYPES, sum_entries
+from .header import CHECKSUMS, DTYPES, spell_checksums, sum_entries
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK_BYTES = 1 << 24  # written and summed at a time, so that the second reads what the first left in the cache
@@ -127,7 +127,7 @@ class SafetensorsWriter:
     def _encode_header(self) -> bytes:
         """The header with the checksums that are known so far; its length does not depend on them."""
         crcs = [sum_entries(self._entries), *(self._crcs[name] for name in self._order)]
-        header = {"__metadata__": {**self._metadata, CHECKSUMS: " ".join(f"{crc:08x}" for crc in crcs)}, **self._entries}
+        header = {"__metadata__": {**self._metadata, CHECKSUMS: spell_checksums(crcs)}, **self._entries}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
