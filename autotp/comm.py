@@ -193,6 +193,26 @@ class TPGroup:
             shard.paste(full, part, r)
         return full
 
+    def scatter_from_host(self, full: Tensor | None, own: Tensor, shard: Shard | None) -> Tensor:
+        """`own`, filled with this rank's part of rank 0's `full` (in host memory; None elsewhere), or with all of it.
+
+        One part at a time is on rank 0's device; the others take no memory but `own`, which is contiguous.
+        """
+        if full is not None:
+            own.copy_(full if shard is None else shard.split(full, 0))
+        bits = own.view(-1).view(torch.uint8)
+        if shard is None:
+            return own if not own.numel() else self.broadcast(bits).view(own.dtype).view(own.shape)
+        for rank in range(1, self.tp_size):
+            if not shard.local_numel(rank):
+                continue
+            if full is not None:
+                part = shard.split(full, rank).contiguous().to(own.device)
+                dist.send(part.view(-1).view(torch.uint8), dst=self.ranks[rank], group=self.group)
+            elif rank == self.tp_rank:
+                dist.recv(bits, src=self.ranks[0], group=self.group)
+        return own
+
     def start_gather(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Begin to gather every rank's `tensor` as `[tp_size, *shape]`; `wait()` on the second value before reading it."""
         every = tensor.new_empty(self.tp_size * tensor.numel())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -13,7 +14,9 @@ from ..comm import TPGroup
 from ..errors import CheckpointError
 from ..shard import Shard
 from .convert import ConvertedSource
+from .gguf_tensors import GGUFSource
 from .names import match_names, tie_names
+from .scatter import ScatteredSource, convert_source, share_source
 from .source import WeightSource, take_part
 
 T = TypeVar("T")
@@ -33,7 +36,7 @@ class PlanLike(Protocol):
 def fill_from_source(
     model: nn.Module,
     plan: PlanLike,
-    source: WeightSource,
+    source: WeightSource | GGUFSource,
     group: TPGroup,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
@@ -57,18 +60,19 @@ def fill_from_source(
     """
     device = device or group.device
     group.arrive("reading a checkpoint")
+    shared = share_source(model, source, group)
     with group.together("checking the checkpoint"):
-        source = ConvertedSource(model, source)
-        keys = match_names(model, source, plan.tied)
+        keys = match_names(model, shared, plan.tied)
         ties = tie_names(model, plan.tied)
         _check_shards(model, plan)
         _check_buffers(model, keys)
-    digests = group.gather_objects(source.digest())
+    digests = group.gather_objects(shared.digest())
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise CheckpointError(f"TP rank(s) {others} see another checkpoint than rank 0 does: give all ranks the same directory")
-    with group.together("reading the checkpoint"), torch.no_grad():
-        _fill(model, plan.shards, source, keys, ties, group, dtype, device)
+    reading = shared.reading() if isinstance(shared, ScatteredSource) else nullcontext()
+    with group.together("reading the checkpoint"), torch.no_grad(), reading:
+        _fill(model, plan.shards, shared, keys, ties, group, dtype, device)
 
 
 def _fill(
@@ -164,13 +168,13 @@ def place_buffers(
                 module._buffers[name] = buffer.to(device)
 
 
-def order_names(model: nn.Module, source: WeightSource) -> tuple[ConvertedSource, dict[str, str]]:
+def order_names(model: nn.Module, source: WeightSource | GGUFSource) -> tuple[ConvertedSource, dict[str, str]]:
     """`source` by the names of `model`, and what each tensor of its state dict is called there, in order, a tied one once.
 
     Raises:
         CheckpointError: it does not fit the model, or holds different values for what the model ties.
     """
-    whole = ConvertedSource(model, source)
+    whole = convert_source(model, source)
     keys, ties = match_names(model, whole), tie_names(model)
     names = {name: keys[name][0] for name in keys if keys[name] and ties[name][0] == name}
     for name in names:

@@ -22,7 +22,7 @@ def run_shard(args: argparse.Namespace) -> int:
     out, directory = Path(args.out), find_checkpoint(args.model)
     check_free(out)
     with open_checkpoint(directory) as source:
-        model = build_empty(directory, source, None)
+        model = build_empty(source, None)
         whole, names = order_names(model, source)
         given = "auto" if args.plan is None else read_plan(args.plan)
         with show_progress(f"planning {args.model} over {args.tp} ranks"):

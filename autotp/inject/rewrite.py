@@ -21,13 +21,14 @@ from ..layers.base import check_usable, find_group, index_parameters, mark_broke
 from ..layers.entry import install_entry, remove_entry
 from ..layers.guards import install_guards, mark_model, unmark_model
 from ..layers.siblings import lay_siblings
+from .assemble import read_versions
 from .attributes import restore_attributes
 from .block import fuse_modules
 from .callsites import remove_fixes
 from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_unbuilt
 from .forwards import Forward, remove_forward
 from .hints import spell
-from .load import build_empty, find_checkpoint, read_kept_plan
+from .load import build_empty, find_checkpoint, find_dtype, read_kept_plan
 from .plan import Plan
 from .rules import hints_of, make_plan, reuse_plan
 from .swap import make_plain, rewrite_modules
@@ -105,12 +106,15 @@ def from_pretrained(
     attrs: Any = None,
     timeout_s: float = 600,
     dtype: torch.dtype | str | None = "auto",
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """`parallelize` of a checkpoint, of which each rank reads only its own slices.
 
     Args:
-        path: a hub id, or a directory with config.json and safetensors files, or one that `autotp shard` made.
+        path: a hub id; a directory with config.json and safetensors or `pytorch_model.bin` files, or one that `autotp shard`
+            made; a GGUF file, or a directory with one, which is dequantized to `dtype`.
         dtype: of floating-point parameters; "auto" keeps the checkpoint's; None the config's own.
+        trust_remote_code: run the model's own code, if it comes with any.
         The others as in `parallelize`.
 
     Raises:
@@ -122,15 +126,16 @@ def from_pretrained(
     group = resolve_group(group_or_mesh, timeout_s)
     group.arrive("from_pretrained")
     with group.together("reading the checkpoint's headers"):
-        directory = find_checkpoint(path)
-        source = open_checkpoint(directory)
+        source = open_checkpoint(find_checkpoint(path))
+        wanted = find_dtype(source, dtype, trust_remote_code) if group.tp_rank == 0 else None
+    wanted = group.broadcast_object(wanted)
+    check_alike(group, {"library versions": read_versions()})
     with source:
         with group.together("making the plan"):
-            model = build_empty(directory, source, dtype)
+            model = build_empty(source, wanted, trust_remote_code)
             asked = plan != "auto" or head != "auto" or inputs is not None or attrs is not None
             kept = None if asked else read_kept_plan(model, source, group.tp_size)
         made, forwards = plan_together(model, group, plan, head, inputs, attrs, kept)
-        check_agreement(group, source.digest())
         fill_from_source(model, made, source, group)
     finish_rewrite(model, made, group, logits, forwards)
     return model.eval()
