@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -167,6 +167,37 @@ class TPGroup:
         getattr(dist, ALL_GATHER)(every.view(torch.uint8), flat.view(torch.uint8), group=self.group)
         parts = every.view(self.tp_size, -1)
         return shard.join([parts[r, : sizes[r]].view(shard.local_shape(r)) for r in range(self.tp_size)])
+
+    def all_gather_many(self, locals_: Sequence[Tensor], shards: Sequence[Shard]) -> list[Tensor]:
+        """The full tensors of several sharded ones on the same device, in one collective; bitwise, uneven parts included.
+
+        Takes memory for all parts twice, once side by side: for many small tensors, not for large ones.
+        """
+        if self.tp_size == 1:
+            return [shard.join([local]) for local, shard in zip(locals_, shards, strict=True)]
+        if len(shards) == 1:
+            return [self.all_gather(locals_[0], shards[0])]
+        begins: list[list[int]] = []  # of each rank's parts in its bytes
+        widths = [0] * self.tp_size
+        for local, shard in zip(locals_, shards, strict=True):
+            begins.append(list(widths))
+            for rank in range(self.tp_size):  # at a multiple of what the widest dtype needs
+                widths[rank] += -(-shard.local_numel(rank) * local.element_size() // 16) * 16
+        width = max(widths)
+        flat = torch.zeros(width, dtype=torch.uint8, device=locals_[0].device)
+        for local, begin in zip(locals_, begins, strict=True):
+            own = local.detach().contiguous().view(-1).view(torch.uint8)
+            flat[begin[self.tp_rank] : begin[self.tp_rank] + own.numel()] = own
+        every = flat.new_empty(self.tp_size * width)
+        getattr(dist, ALL_GATHER)(every, flat, group=self.group)
+        fulls = []
+        for local, shard, begin in zip(locals_, shards, begins, strict=True):
+            parts = []
+            for rank in range(self.tp_size):
+                start, size = rank * width + begin[rank], shard.local_numel(rank) * local.element_size()
+                parts.append(every[start : start + size].view(local.dtype).view(shard.local_shape(rank)))
+            fulls.append(shard.join(parts))
+        return fulls
 
     def gather_to_host(self, local: Tensor, shard: Shard, rank: int, ready: Callable[[], Any]) -> Tensor | None:
         """The full tensor of every rank's `local` part, in `rank`'s host memory, and None elsewhere; bitwise, uneven parts too.
