@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import TPGroup
-from ..errors import CheckpointError
+from ..errors import CheckpointError, GatherError
 from ..layers.base import check_usable, find_group, sharded_modules
 from ..layers.gather import find_tied_names, iterate_full_tensors
+from ..layers.stream import StoppedError
 from .background import BackgroundWriter
 from .place import PARTIAL, make_room, name_files, parse_size, put_in_place, write_index
 from .writer import PlannedTensor, cut_files, plan_tensor
@@ -85,6 +86,8 @@ def _try(work: Any) -> Exception | None:
 
 def _agree(group: TPGroup, what: str, directory: Path, error: Exception | None) -> None:
     """Raise on all ranks if one has an error: the one that failed first is quoted, not those that heard of it."""
+    if isinstance(error, GatherError) and not isinstance(error, StoppedError):  # a rank is gone: it would not come here either
+        raise error
     notes = group.arrive(what, "" if error is None else f"{type(error).__name__}: {error}")
     failed = [rank for rank, note in enumerate(notes) if note]
     if failed:
