@@ -83,7 +83,8 @@ a run.yaml, by the names of these options (paths count from where you are):
 
 Ctrl-C once: the step is finished, all is saved, and the command that goes on
 from there is printed. Twice: it ends at once. When something goes wrong, the
-message says what to do, and OUT/autotp.log has what the ranks said.
+message says what to do, and OUT/autotp.log has what the ranks said. A run may
+go on over other --tp and --dp, with as many sequences in a step.
 
 exit codes:
   0 trained and saved   2 an error, in one message   130 interrupted (Ctrl-C)
@@ -146,6 +147,8 @@ TRAIN_GROUPS: dict[str, list[tuple[str, str | None, str]]] = {
         ("eval_every", "N", "steps between two evaluations; 0: one at the end"),
         ("eval_batches", "N", "batches in an evaluation; all if not given"),
         ("save_every", "N", "steps between two checkpoints to resume from; 0: only when interrupted"),
+        ("keep_last", "N", "how many of these checkpoints are left; 0: all"),
+        ("async_save", None, "write them beside the training, from a copy in the CPU's memory"),
         ("resume", "DIR", "go on from this checkpoint-STEP; `auto`: from the newest in --out, if any"),
         ("log", "FILE", "JSONL: one line for each step"),
         ("tensorboard", "DIR", "the same for TensorBoard"),

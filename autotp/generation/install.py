@@ -115,7 +115,7 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
     loop = Loop(engine, model, step, request, input_ids)
 
     def read() -> Tensor:
-        tokens = fit_graph(form, input_ids, request.config, inputs) if engine.captures_steps else None
+        tokens = fit_graph(form, input_ids, request.config, inputs) if engine.can_capture(PromptStep) else None
         if tokens is None:
             logits = read_prompt(model, cache, cache_name, input_ids, request.config, inputs, head if request.greedy else None)
         else:

@@ -22,7 +22,7 @@ from ..layers.base import check_usable, find_group, index_parameters, mark_broke
 from ..layers.entry import install_entry, remove_entry
 from ..layers.guards import install_guards, mark_model, unmark_model
 from ..layers.siblings import lay_siblings
-from ..layers.tokens import watch_owners
+from ..layers.token_modules import watch_owners
 from .attributes import restore_attributes
 from .block import fuse_modules
 from .callsites import remove_fixes

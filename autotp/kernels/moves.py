@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SMALLEST_BYTES = 24 << 20  # of all blocks together: below, the host's part of a copied exchange costs more than it hides
+SMALLEST_BYTES = 16 << 20  # of all blocks together: below, the host's part of a copied exchange costs more than it hides
 SMALLEST_SUM_BYTES = 64 << 20  # the same where all ranks get all sums: of such copies the one size that was timed, by hand
 LARGEST_BYTES = 1 << 30  # of a symmetric buffer: above, collectives in sequence unless they are asked for
 

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoTokenizer
 from ..errors import AutoTPError
 from ..inject.plan import Plan
 from ..inject.rewrite import from_pretrained
+from ..places import Places
 from .options import WHEN_DEALT, TrainOptions
 from .paths import nearest_path
-from .places import Places
 
 
 def make_accelerator(options: TrainOptions, places: Places) -> Accelerator:

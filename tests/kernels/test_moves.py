@@ -8,8 +8,8 @@ from autotp.kernels.moves import LARGEST_BYTES, SMALLEST_BYTES, SMALLEST_SUM_BYT
 @pytest.mark.parametrize(
     "n_bytes, way, why_not, copies, reason",
     [
-        (SMALLEST_BYTES, None, "", True, "24 MiB, at least 24 MiB"),
-        (SMALLEST_BYTES - 1, None, "", False, "24 MiB, fewer than 24 MiB"),
+        (SMALLEST_BYTES, None, "", True, "16 MiB, at least 16 MiB"),
+        (SMALLEST_BYTES - 1, None, "", False, "16 MiB, fewer than 16 MiB"),
         (1000, True, "", True, "asked for: True"),
         (SMALLEST_BYTES, False, "", False, "asked for: False"),
         (LARGEST_BYTES + 1, None, "", False, "more than the 1024 MiB"),

@@ -150,8 +150,8 @@ def check_explained(group):
     assert all(line.endswith("collectives in sequence (rows move by collectives on cpu)") for line in lines[1:])
     tp.owned["exchange"] = Reaching(tp)
     assert explain_overlap(layer, 4096).splitlines()[1:] == [
-        "  gather of x: copy engines (64 MiB, at least 24 MiB)",
-        "  gather of x in backward: copy engines (64 MiB, at least 24 MiB)",
+        "  gather of x: copy engines (64 MiB, at least 16 MiB)",
+        "  gather of x in backward: copy engines (64 MiB, at least 16 MiB)",
         "  sum of dx where rows are whole: copy engines (64 MiB, at least 64 MiB)",
         "  scatter of dx: collectives in sequence (asked for: False)",
     ]
@@ -160,7 +160,7 @@ def check_explained(group):
     )
     assert explain_overlap(layer, 1024, torch.bfloat16).splitlines() == [
         "down, row, 1024 x 4096, 2 ranks on cpu",
-        "  scatter of y: collectives in sequence (8 MiB, fewer than 24 MiB: launching copies costs more than they hide)",
+        "  scatter of y: collectives in sequence (8 MiB, fewer than 16 MiB: launching copies costs more than they hide)",
         "  gather of dy in backward: copy engines (asked for: True)",
         "  sum of y where rows are whole: collectives in sequence (8 MiB, fewer than 64 MiB: "
         "launching copies costs more than they hide)",
