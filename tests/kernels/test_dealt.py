@@ -23,7 +23,7 @@ def made(seed, *shape):
 class BlockExchange(Exchange):
     """Gives blocks one by one as a GPU's exchange does, and nothing before it was waited for or after it was taken."""
 
-    def decide(self, n_bytes, way, smallest_bytes=None):
+    def decide(self, n_bytes, way):
         return Decision(way is not False, "for this test")
 
     def gather(self, local, way=None, full=None):
