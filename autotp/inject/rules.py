@@ -96,6 +96,13 @@ def make_plan(
     return made
 
 
+@keep_random()
+@one_core()
+def reuse_plan(model: nn.Module, tp_size: int, plan: Plan) -> Plan | None:
+    """`plan`, made for such a model before, if it still proves; None if it does not."""
+    return plan if _still_proves(model, plan, tp_size) else None
+
+
 def check_mode(sequence_parallel: Any) -> None:
     """Raise for a value of `sequence_parallel` that is none."""
     if not isinstance(sequence_parallel, bool) and sequence_parallel != "auto":

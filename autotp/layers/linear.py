@@ -159,7 +159,9 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
             return self.add_bias_of_rows(tokens.scatter(self.multiply_partial(x), self.reduce_dtype))
         dealt = tokens.describe(x, self.reduce_dtype)
         spec = self._make_spec()._replace(dealt=dealt._replace(moves=choose_moves([self], dealt.exchange)))
-        return self.add_bias_of_rows(multiply_scattered(spec, x, self.weight))
+        y = multiply_scattered(spec, x, self.weight)
+        tokens.leave_whole_rows()
+        return self.add_bias_of_rows(y)
 
     def multiply_gathered(self, x: Tensor, local: Tensor, tokens: TokenStream) -> Tensor:
         """`x @ w.T + b`, the gradient summed over the ranks for the rows `local` that `x` was gathered from."""

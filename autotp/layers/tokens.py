@@ -257,10 +257,14 @@ class TokenStream:
         else:
             self._check_rows(y, layout.rows)
             rest, lead = y.shape[1:], (layout.share,)
-        if self._draws is not None:
-            self._draws.switch(apart=True)
+        self.leave_whole_rows()
         rows = pad_rows(y.reshape(layout.rows, *rest), self.group.tp_size)
         return scatter_rows_to_group(rows, self.group, dtype).view(*lead, *rest)
+
+    def leave_whole_rows(self) -> None:
+        """Partial sums were scattered: what follows in this module reads dealt rows, and draws for those."""
+        if self._draws is not None:
+            self._draws.switch(apart=True)
 
     def find_local(self, x: Tensor) -> Tensor | None:
         """The rows that `x` was gathered from; None if it was not gathered last."""
