@@ -163,10 +163,10 @@ class CopyExchange(Exchange):
             slot.grow(n_bytes)
         return slot
 
-    def decide(self, n_bytes: int, way: bool | None, smallest_bytes: int | None = None) -> Decision:
+    def decide(self, n_bytes: int, way: bool | None) -> Decision:
         if self.broken:
             raise AutoTPError(self.broken)
-        found = super().decide(n_bytes, way, smallest_bytes)
+        found = super().decide(n_bytes, way)
         if found.copies and self.device.is_capturing():
             return Decision(False, "a CUDA graph is being captured, whose replays would not wait for new rows")
         return found

@@ -1,7 +1,8 @@
 """What moves between the ranks while a linear multiplies: TransformerEngine's and DeepSpeed's options, as attributes of a layer.
 
-Each is None (as the size says, see kernels/moves.py), True (by copy engines, beside the products) or False (by collectives, in
-sequence), may be set at any time, and is read in each forward. On a CPU nothing could hide, so True runs in sequence as well.
+Each is None (as the size says, see kernels/moves.py; for `tp_overlap_comm` False), True (by copy engines, beside the products) or
+False (by collectives, in sequence), may be set at any time, and is read in each forward. On a CPU nothing could hide, so True
+runs in sequence as well.
 
 | option | layers | what it is about |
 |---|---|---|
@@ -31,7 +32,7 @@ from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
 from ..exchange import Exchange, find_exchange
 from ..kernels.blocks import Dealt
-from ..kernels.moves import BY_SIZE, SMALLEST_SUM_BYTES, Moves
+from ..kernels.moves import BY_SIZE, Moves
 from ..peers import KINDS, check_kind
 
 WAYS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "tp_overlap_comm")
@@ -184,17 +185,17 @@ def deal_sums(layers: Sequence[Any], group: TPGroup, x: Tensor, width: int, redu
     Raises:
         KernelUnsupported: copies are asked for between ranks that can't copy.
     """
+    if not any(layer.tp_overlap_comm for layer in layers):
+        return None
     rows = x.numel() // max(1, x.shape[-1])
     n_bytes = rows * width * x.element_size()
-    if n_bytes < SMALLEST_SUM_BYTES and not any(layer.tp_overlap_comm for layer in layers):
-        return None
     return deal_sum(group, choose_moves(layers, find_exchange(group)), rows, n_bytes, reduce_dtype)
 
 
 def deal_sum(group: TPGroup, moves: Moves, rows: int, n_bytes: int, reduce_dtype: torch.dtype | None) -> Dealt | None:
     """The same where the moves are known already."""
     exchange = find_exchange(group)
-    if not exchange.decide(n_bytes, moves.sums, SMALLEST_SUM_BYTES).copies:
+    if not (moves.sums and exchange.decide(n_bytes, True).copies):
         return None
     own = -(-rows // group.tp_size)
     return Dealt(exchange, group.tp_rank, group.tp_size, (rows,), (own,), reduce_dtype, moves=moves)
@@ -221,8 +222,9 @@ def explain_overlap(layer: Any, rows: int, dtype: torch.dtype | None = None) -> 
     names = {"forward": "scatter of y" if row else "gather of x", "gather": f"gather of {'dy' if row else 'x'} in backward"}
     names |= {"sums": f"sum of {'y' if row else 'dx'} where rows are whole"} | ({} if row else {"scatter": "scatter of dx"})
     for move, title in names.items():
-        smallest = SMALLEST_SUM_BYTES if move == "sums" else None
-        copies, reason = exchange.decide(n_bytes, getattr(moves, move), smallest)
+        copies, reason = exchange.decide(n_bytes, getattr(moves, move))
+        if move == "sums" and moves.sums is None and not exchange.why_not:
+            copies, reason = False, "tp_overlap_comm=True asks for copies"
         behind = ", complete before wgrad" if move == "scatter" and copies and moves.early else ""
         lines.append(f"  {title}: {'copy engines' if copies else 'collectives in sequence'}{behind} ({reason})")
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autotp.kernels.moves import LARGEST_BYTES, SMALLEST_BYTES, SMALLEST_SUM_BYTES, decide
+from autotp.kernels.moves import LARGEST_BYTES, SMALLEST_BYTES, decide
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,3 @@ from autotp.kernels.moves import LARGEST_BYTES, SMALLEST_BYTES, SMALLEST_SUM_BYT
 def test_how_rows_move(n_bytes, way, why_not, copies, reason):
     found = decide(n_bytes, way, why_not)
     assert found.copies is copies and reason in found.reason
-
-
-def test_sums_of_all_rows_have_a_size_of_their_own():
-    assert not decide(SMALLEST_SUM_BYTES - 1, None, "", SMALLEST_SUM_BYTES).copies
-    assert decide(SMALLEST_SUM_BYTES, None, "", SMALLEST_SUM_BYTES).copies

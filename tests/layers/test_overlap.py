@@ -1,6 +1,7 @@
 """The options of overlap: what they say of each move, what they exclude, and layers whose rows come in blocks."""
 
 import itertools
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -152,25 +153,25 @@ def check_explained(group):
     assert explain_overlap(layer, 4096).splitlines()[1:] == [
         "  gather of x: copy engines (64 MiB, at least 16 MiB)",
         "  gather of x in backward: copy engines (64 MiB, at least 16 MiB)",
-        "  sum of dx where rows are whole: copy engines (64 MiB, at least 64 MiB)",
+        "  sum of dx where rows are whole: collectives in sequence (tp_overlap_comm=True asks for copies)",
         "  scatter of dx: collectives in sequence (asked for: False)",
     ]
     layer = LayerNormLinear(
         64, 4096, parallel_mode="row", tp_group=tp, sequence_parallel=True, ub_name="down", ub_overlap_ag=True
     )
+    layer.tp_overlap_comm = True
     assert explain_overlap(layer, 1024, torch.bfloat16).splitlines() == [
         "down, row, 1024 x 4096, 2 ranks on cpu",
         "  scatter of y: collectives in sequence (8 MiB, fewer than 16 MiB: launching copies costs more than they hide)",
         "  gather of dy in backward: copy engines (asked for: True)",
-        "  sum of y where rows are whole: collectives in sequence (8 MiB, fewer than 64 MiB: "
-        "launching copies costs more than they hide)",
+        "  sum of y where rows are whole: copy engines (asked for: True)",
     ]
     far = Exchange(tp, "the ranks are on 2 hosts")
     far.check(read_moves(layer), "down")  # a CPU has nothing to hide behind
     tp.device = torch.device("cuda", 0)
     with pytest.raises(KernelUnsupported, match=r"down: copies between the ranks were asked for, but the ranks are on 2 hosts"):
         far.check(read_moves(layer), "down")
-    layer.ub_overlap_ag = False
+    layer.ub_overlap_ag = layer.tp_overlap_comm = False
     far.check(read_moves(layer), "down")
 
 
@@ -184,20 +185,30 @@ def in_blocks(group):
     return tp
 
 
+@contextmanager
+def summing_in_blocks(*classes):
+    """In it layers sum rows that are whole in blocks too."""
+    for each in classes:
+        each.tp_overlap_comm = True
+    try:
+        yield
+    finally:
+        for each in classes:
+            del each.tp_overlap_comm
+
+
 def check_linears_in_blocks(group):
-    for mode in ("column", "row"):
-        for main_grad in (False, True):
-            for dealt in (False, True):
-                check_modes(in_blocks(group), mode, dealt, True, main_grad)
+    with summing_in_blocks(Linear):
+        for mode, main_grad, dealt in itertools.product(("column", "row"), (False, True), (False, True)):
+            check_modes(in_blocks(group), mode, dealt, True, main_grad)
 
 
 def check_norm_linears_in_blocks(group):
     tp = in_blocks(group)
-    for split in SPLITS:
-        for mode in ("column", "row"):
-            for dealt, delay in itertools.product((False, True), repeat=2):
-                check_dealt(tp, "LayerNorm", False, split, mode, dealt, delay)
-    check_frozen_dealt(tp)
+    with summing_in_blocks(LayerNormLinear):
+        for split, mode, dealt, delay in itertools.product(SPLITS, ("column", "row"), (False, True), (False, True)):
+            check_dealt(tp, "LayerNorm", False, split, mode, dealt, delay)
+        check_frozen_dealt(tp)
 
 
 def test_layers_whose_rows_come_in_blocks(ranks):
