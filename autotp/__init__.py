@@ -3,6 +3,8 @@
 from .checkpoint.save import save_pretrained
 from .comm import TPGroup
 from .errors import AutoTPError, CheckpointError, GatherError, KernelUnsupported, PlanError, ProofError
+from .generation.engine import release
+from .generation.warm import warm_up
 from .inject.plan import ModulePlan, Plan, Region
 from .inject.rewrite import from_pretrained, parallelize, unshard
 from .inject.rules import make_plan
@@ -46,8 +48,10 @@ __all__ = [
     "load_full_state_dict",
     "make_plan",
     "parallelize",
+    "release",
     "save_pretrained",
     "unshard",
     "verify",
     "vocab_parallel_cross_entropy",
+    "warm_up",
 ]

@@ -39,6 +39,7 @@ class TPGroup:
         ranks: global ranks of the members, in group order.
         device: where this rank's shards live.
         timeout_s: seconds after which a rank that does not arrive is named.
+        owned: what is made once for these ranks and lives as long as they do: buffers that move data between them.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float = 600) -> None:
@@ -48,8 +49,10 @@ class TPGroup:
         self.tp_rank = 0 if group is None else dist.get_rank(group)
         self.tp_size = 1 if group is None else dist.get_world_size(group)
         self.ranks = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
+        self.owned: dict[str, Any] = {}
         self._store = None
         self._arrivals = itertools.count()
+        self._left: list[str] = []  # this rank's notes in the store that some rank may not have read yet
         self._peers: PeerMemory | None = None
         if group is not None:
             number = next(_counter)
@@ -120,6 +123,7 @@ class TPGroup:
             return [note]
         key = f"arrive/{next(self._arrivals)}"
         self._store.set(f"{key}/{self.tp_rank}", f"{what}|{note}")
+        self._left.append(f"{key}/{self.tp_rank}")
         if not wait:
             return []
         missing, notes = [], []
@@ -139,6 +143,8 @@ class TPGroup:
                 f"{what}: TP rank(s) {missing} did not come within {self.timeout_s:g} s. "
                 f"Every rank of the TP group must call it, rank 0 included."
             )
+        while len(self._left) > 1:  # all ranks are here, so they have read what was left for them before
+            self._store.delete_key(self._left.pop(0))
         return notes
 
     # -- collectives without gradient ---------------------------------------------------------------------------------

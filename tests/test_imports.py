@@ -1,5 +1,4 @@
-"""Imports go down: scripts -> cli -> train -> inject -> checkpoint -> layers -> collectives -> comm -> peers -> kernels, shard ->
-errors."""
+"""Imports go down: scripts, cli, train, inject, checkpoint, layers, collectives, exchange, comm, peers, kernels, shard."""
 
 import ast
 from pathlib import Path
@@ -8,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 HEIGHT = dict(
-    **dict(errors=0, version=0, shard=1, kernels=1, peers=2, comm=3, collectives=4),
-    **dict(layers=5, checkpoint=6, inject=7, train=8, cli=9, __init__=10),
+    **dict(errors=0, version=0, shard=1, kernels=1, peers=2, comm=3, collectives=4, exchange=4),
+    **dict(layers=5, checkpoint=6, generation=6, inject=7, train=8, cli=9, __init__=10),
 )
 
 

@@ -8,7 +8,8 @@ import types
 import typing
 from typing import Any
 
-from ..train.options import TrainOptions
+from ..train.options import WHEN_DEALT, TrainOptions
+from .generate import run_generate
 from .plan import run_plan
 from .train import run_train
 from .verify import DTYPES, run_verify
@@ -21,6 +22,8 @@ of every layer.
   autotp verify MODEL --tp 2    does the split model compute the same?
   autotp train MODEL --tp 2 --data FILE --out DIR
                                 train, and save a plain checkpoint
+  autotp generate MODEL --tp 2 --prompt TEXT
+                                what the model says, and how fast
 
 MODEL is a hub id or a directory.
 """
@@ -85,6 +88,24 @@ message says what to do, and OUT/autotp.log has what the ranks said.
 exit codes:
   0 trained and saved   2 an error, in one message   130 interrupted (Ctrl-C)
 """
+GENERATE_PAGE = """\
+Splits the checkpoint over N ranks started here (one GPU each, or processes on
+the CPU where there is no GPU), prints the text token by token, and then the
+time to the first token, tokens a second, and memory. --bench generates the
+same with the unsharded model on the first rank's device, in the same run.
+"""
+GENERATE_END = """\
+examples:
+  autotp generate ./my-model --tp 2 --prompt "The river rises"
+  autotp generate ./my-model --tp 2 --chat --prompt "Why is the sky blue?" \\
+      --sample --temperature 0.7 --top-p 0.9 --max-new-tokens 400
+  autotp generate ./my-model --tp 2 --prompt - --bench < prompt.txt
+
+The text goes to stdout, the numbers to stderr.
+
+exit codes:
+  0 done   2 an error, in one message   130 interrupted (Ctrl-C)
+"""
 # The options of `train` by group: name of the field in TrainOptions, metavar (None for a switch), and what it is.
 TRAIN_GROUPS: dict[str, list[tuple[str, str | None, str]]] = {
     "what is trained, and where it goes": [
@@ -93,6 +114,7 @@ TRAIN_GROUPS: dict[str, list[tuple[str, str | None, str]]] = {
         ("tp", "N", "tensor-parallel size: ranks that share one model"),
         ("dp", "N", "data-parallel size: copies of the model"),
         ("plan", "FILE.json", "a plan that `autotp plan --json` printed, edited or not; proved again"),
+        ("sequence_parallel", "WHEN", "tokens are dealt to the tp ranks between split regions: never, auto or always"),
     ],
     "data": [
         ("text_field", "NAME", "the field of JSONL, parquet or arrow that holds the text"),
@@ -137,7 +159,9 @@ def build_parser() -> argparse.ArgumentParser:
         prog="autotp", description=SUMMARY, formatter_class=argparse.RawDescriptionHelpFormatter, usage="autotp COMMAND ..."
     )
     commands = parser.add_subparsers(
-        required=True, metavar="COMMAND", help="plan, verify or train; `autotp COMMAND --help` is a page on it, with examples"
+        required=True,
+        metavar="COMMAND",
+        help="plan, verify, train or generate; `autotp COMMAND --help` is a page on it, with examples",
     )
 
     plan = _add_command(commands, "plan", "MODEL --tp N [options]", PLAN_PAGE, PLAN_END)
@@ -153,6 +177,11 @@ def build_parser() -> argparse.ArgumentParser:
     train = _add_command(commands, "train", usage, TRAIN_PAGE, TRAIN_END)
     add_train_arguments(train)
     train.set_defaults(run=run_train)
+
+    speak = _add_command(commands, "generate", "MODEL --tp N --prompt TEXT [options]", GENERATE_PAGE, GENERATE_END)
+    add_plan_arguments(speak, "hub id or directory", "print text and numbers as one JSON object, at the end")
+    add_generate_arguments(speak)
+    speak.set_defaults(run=run_generate)
     return parser
 
 
@@ -179,7 +208,25 @@ def add_plan_arguments(parser: argparse.ArgumentParser, model_help: str, json_he
         "--few-units", choices=("whole", "refuse"), default="whole",
         help="what has fewer units (neurons, heads) than there are ranks stays whole, or is an error (%(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--sequence-parallel", choices=WHEN_DEALT, default="never",
+        help="when tokens are dealt to the ranks between split regions; auto: where there are many (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help=json_help)
+
+
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is generated, and how."""
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with; - reads it from stdin")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message, put into the chat template")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="tokens at most (%(default)s)")
+    parser.add_argument("--sample", action="store_true", help="draw tokens; otherwise the likeliest is taken")
+    parser.add_argument("--temperature", type=float, metavar="X", help="of the draws (the model's own setting)")
+    parser.add_argument("--top-k", type=positive, metavar="N", help="draw among the N likeliest (the model's own setting)")
+    parser.add_argument("--top-p", type=float, metavar="X", help="draw among the likeliest of this share (the model's own)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (%(default)s)")
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="of the weights; auto: as saved")
+    parser.add_argument("--bench", action="store_true", help="generate with the unsharded model too, and compare")
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:

@@ -37,11 +37,12 @@ from ..layers.linear import (
 from ..layers.norm import install_norm
 from ..layers.region import Border, Entry, install_region
 from ..layers.siblings import SiblingInput
+from ..layers.tokens import TokenPart, TokenStream, install_tokens
 from . import plan as styles
 from .attributes import set_attributes
 from .callsites import apply_fixes, remove_fixes
 from .forwards import Forward, find_forward, replace_forward
-from .plan import ModulePlan, Plan
+from .plan import Chain, ModulePlan, Plan
 
 Shared = Mapping[str, SiblingInput]
 COLUMN, ROW, PARTIAL = 0, 1, 2
@@ -60,7 +61,7 @@ EMBEDDINGS = {
 }
 
 # Instance attributes that the rewrite sets: on every rewritten module, and on linears, convolutions and embeddings alone.
-STATE = ("tp", "shards", "full_name", "owned_indices", "autotp_border", "autotp_norm")
+STATE = ("tp", "shards", "full_name", "owned_indices", "autotp_border", "autotp_norm", "autotp_tokens")
 LINEAR_STATE = (
     "run",
     "copied",
@@ -73,6 +74,7 @@ LINEAR_STATE = (
     "reduce_dtype",
     "columns",
     "keep_sharded",
+    "tokens",
 )
 
 
@@ -87,13 +89,17 @@ def rewrite_modules(model: nn.Module, plan: Plan, group: TPGroup, forwards: Mapp
         if entry.siblings:
             members[entry.siblings] = members.get(entry.siblings, 0) + 1
     dtypes = {entry.siblings: _dtype(entry) for entry in plan.modules if entry.siblings}
-    shared = {key: SiblingInput(group, count, dtypes[key]) for key, count in members.items()}
+    streams = {chain.name: TokenStream(group, plan.sequence_parallel) for chain in plan.chains}
+    inside = {entry.siblings: find_stream(plan, streams, entry.name) for entry in plan.modules if entry.siblings}
+    shared = {key: SiblingInput(group, count, dtypes[key], inside[key]) for key, count in members.items()}
     for entry in plan.modules:
         module = model.get_submodule(entry.name)
         if entry.forward is not None:
             replace_forward(module, entry.name, find_forward(forwards or {}, entry.name, entry.forward))
-        rewrite_module(module, entry, plan, group, shared)
+        rewrite_module(module, entry, plan, group, shared, find_stream(plan, streams, entry.name))
     disable_fast_paths(model)
+    for chain in plan.chains:
+        rewrite_chain(model, chain, plan, group, streams[chain.name])
     last = {plan[name].siblings: region for region in plan.regions for name in region.columns if name in plan.by_name}
     for region in plan.regions:
         ended = tuple(shared[key] for key, until in last.items() if key is not None and until is region)
@@ -103,7 +109,48 @@ def rewrite_modules(model: nn.Module, plan: Plan, group: TPGroup, forwards: Mapp
                 row.ends = ended  # type: ignore[assignment]
 
 
-def rewrite_module(module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, shared: Shared) -> None:
+def find_stream(plan: Plan, streams: Mapping[str, TokenStream], name: str) -> TokenStream | None:
+    """The stream of the chain whose layer holds module `name`; None outside all."""
+    return next((streams[c.name] for c in plan.chains if any(name.startswith(f"{layer}.") for layer in c.layers)), None)
+
+
+def rewrite_chain(model: nn.Module, chain: Chain, plan: Plan, group: TPGroup, stream: TokenStream) -> None:
+    """Give the modules of a chain what they do with dealt tokens; their other forwards are in place.
+
+    Raises:
+        PlanError: what the plan says of a module does not fit it.
+    """
+    entries = {m.name: m.tokens for m in plan.modules if m.tokens is not None and m.tokens.chain == chain.name}
+    draws = any(tokens.draws for tokens in entries.values())
+    for name in dict.fromkeys([*entries, *chain.layers, chain.join]):
+        tokens, module = entries.get(name), model.get_submodule(name)
+        if tokens is not None and tokens.leaves == "scatter":
+            if not hasattr(type(module), "tokens"):
+                raise PlanError(f"{name}: the plan reduce-scatters the sums of a {type(module).__name__}, which has none")
+            module.__dict__["tokens"] = stream
+        is_layer = name in chain.layers
+        enters: Any = ((chain.argument, chain.position),) if is_layer else tokens.gathers if tokens is not None else ()
+        if name == chain.join and not is_layer:
+            enters = (chain.join_argument,)
+        if not enters:
+            continue
+        part = TokenPart(
+            stream,
+            name,
+            enters,
+            first=name == chain.layers[0],
+            gathers=tokens is not None and bool(tokens.gathers),
+            slices=tokens is not None and tokens.leaves == "slice",
+            joins=name == chain.join,
+            summed=() if tokens is None else tokens.summed,
+            draws=draws and is_layer,
+        )
+        install_tokens(module, group, name, part)
+
+
+def rewrite_module(
+    module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, shared: Shared, stream: TokenStream | None = None
+) -> None:
     """Turn one module into what its plan says: its own source and attributes, a forward of one kind, what surrounds that.
 
     Raises:
@@ -125,7 +172,7 @@ def rewrite_module(module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, s
         raise PlanError(
             f"{entry.name}: as {entry.style} it gets a forward of its own, and can't have {entry.forward}: leave it out"
         )
-    border = make_border(module, entry, group.tp_rank)
+    border = make_border(module, entry, group.tp_rank, stream)
     if wanted or border or entry.shards:
         check_names(module, entry.name)
     if entry.fixes:
@@ -136,7 +183,7 @@ def rewrite_module(module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, s
         install_region(module, group, entry.shards, entry.name, border)
 
 
-def make_border(module: nn.Module, entry: ModulePlan, rank: int) -> Border:
+def make_border(module: nn.Module, entry: ModulePlan, rank: int, stream: TokenStream | None = None) -> Border:
     """What is to happen around the module's forward on `rank`; a linear sums the gradients of its copies itself."""
     check_inputs(module, entry)
     entries = tuple(
@@ -145,7 +192,7 @@ def make_border(module: nn.Module, entry: ModulePlan, rank: int) -> Border:
     copied = [name for name, shard in entry.shards.items() if name in module._parameters and shard.copied is not None]
     if entry.style in ROLES and isinstance(module, nn.Linear | Conv1D):
         copied = []
-    return Border(entry.summed, entry.once, (*copied, *entry.copied), entries, entry.outputs, _dtype(entry))
+    return Border(entry.summed, entry.once, (*copied, *entry.copied), entries, entry.outputs, _dtype(entry), stream)
 
 
 def check_inputs(module: nn.Module, entry: ModulePlan) -> None:

@@ -15,6 +15,8 @@ from ..errors import AutoTPError
 
 DTYPES = ("bfloat16", "float32", "float16")
 SCHEDULES = ("constant", "linear", "cosine")
+# The words of --sequence-parallel, and what `parallelize` calls them; YAML reads on and off as true and false.
+WHEN_DEALT: dict[str, bool | str] = {"never": False, "auto": "auto", "always": True}
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class TrainOptions:
         log: a file to which `train` writes each step's event as a JSON line; a resumed run adds to it.
         tensorboard: a directory to which `train` writes the same for TensorBoard.
         plan: a Plan JSON to use instead of the discovered one.
+        sequence_parallel: when tokens are dealt to the tp ranks between regions: "never", "auto" (where there are many) or
+            "always" (as soon as there are as many as ranks).
 
     Raises:
         AutoTPError: a value that can't be, with the flag, the value and a way out.
@@ -86,6 +90,7 @@ class TrainOptions:
     log: str | None = None
     tensorboard: str | None = None
     plan: str | None = None
+    sequence_parallel: str = "never"
 
     def __post_init__(self) -> None:
         for field, kind in typing.get_type_hints(type(self)).items():
@@ -94,7 +99,7 @@ class TrainOptions:
         self._check_ranges()
 
     def _check_choices(self) -> None:
-        for field, allowed in (("dtype", DTYPES), ("lr_schedule", SCHEDULES)):
+        for field, allowed in (("dtype", DTYPES), ("lr_schedule", SCHEDULES), ("sequence_parallel", tuple(WHEN_DEALT))):
             if getattr(self, field) not in allowed:
                 _refuse(
                     field, getattr(self, field), f"is not one of {', '.join(allowed)}{_nearest(getattr(self, field), allowed)}"

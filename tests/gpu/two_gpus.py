@@ -17,6 +17,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import autotp
+from autotp.generation.engine import find_engine
 from autotp.layers.decoding import decoding_step
 from autotp.train.optimizer import MasterOptimizer
 from autotp.train.resume import random_state, set_random_state
@@ -146,7 +147,14 @@ def check_generate(family):
     kw = dict(attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, use_cache=True)
     want, got = reference.eval().generate(ids, **kw), model.eval().generate(ids, **kw)
     assert torch.equal(want, got), (want, got)
-    return f"{got.shape[1] - ids.shape[1]} tokens equal"
+    engine = find_engine(model)
+    assert (engine.captures or not CUDA) and engine.broken is None, engine.broken
+    drawn = dict(kw, do_sample=True, top_k=20)
+    torch.manual_seed(0)
+    want = reference.generate(ids[:1], **drawn)
+    torch.manual_seed(0)
+    assert torch.equal(want, model.generate(ids[:1], **drawn))
+    return f"{got.shape[1] - ids.shape[1]} tokens equal, {engine.captures} graphs"
 
 
 def decode_steps(model, ids, steps=4):

@@ -11,7 +11,7 @@ from torch import nn
 import autotp
 from autotp.errors import PlanError
 from autotp.inject.callsites import ShapeFix
-from autotp.inject.plan import InputPlan, ModulePlan, NormPlan, Plan, fold_name
+from autotp.inject.plan import Chain, InputPlan, ModulePlan, NormPlan, Plan, TokenPlan, fold_name
 from tests.models import tiny, tiny_config
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gpt_neox", "phi3"]
@@ -61,11 +61,14 @@ def test_json_keeps_every_field():
             ShapeFix("m:A.forward", (4, 4, 8, 40), "split", sections=((1, 2), (3, 4))),
             ShapeFix("m:f", (5, 5, 8, 40), "narrow", operand="left", dim=-3, size=4, runs=(((0, 2, 2, 1),), ((2, 2, 2, 1),))),
         ),
+        tokens=TokenPlan("layers", (("x", 0), ("mask", None)), "slice", ("norm.weight",), True),
     )
     for part in dataclasses.fields(ModulePlan):  # nothing above is a default, so nothing is compared in vain
         default = part.default if part.default is not dataclasses.MISSING else None
         assert getattr(module, part.name) != default
     plan = Plan(2, "Probe", (module,), tied=(("a", "b"),), head="a", loss="whole", param_bytes={"a": 8}, versions={"torch": "2"})
+    chain = Chain("layers", ("layers.0", "layers.1"), "x", 0, "norm", ("x", None))
+    plan = dataclasses.replace(plan, sequence_parallel="auto", chains=(chain,), tokens="not dealt")
     assert Plan.from_json(plan.to_json()) == plan
     assert dataclasses.replace(plan, loss="other").digest() != plan.digest()
 
