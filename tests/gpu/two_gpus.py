@@ -150,7 +150,7 @@ def check_generate(family):
     assert torch.equal(want, got), (want, got)
     engine = find_engine(model)
     assert (engine.captures or not CUDA) and not engine.broken, engine.broken
-    drawn = dict(kw, do_sample=True, top_k=20)
+    drawn = dict(kw, do_sample=True, top_k=20, attention_mask=torch.ones_like(ids[:1]))
     torch.manual_seed(0)
     want = reference.generate(ids[:1], **drawn)
     torch.manual_seed(0)
