@@ -185,14 +185,14 @@ class _DealRows(torch.autograd.Function):
 
 class _CollectRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: TPGroup, rows: int) -> Tensor:
-        ctx.group = group
-        return _first_rows(group.gather_rows(x), rows)
+    def forward(ctx, x: Tensor, group: TPGroup, rows: int, gathered: Tensor | None) -> Tensor:
+        ctx.group, ctx.rows, ctx.shape = group, rows, x.shape
+        return _first_rows(group.gather_rows(x), rows) if gathered is None else gathered
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        return take_rows(grad, ctx.group), None, None
+        return take_rows(grad.reshape(ctx.rows, -1), ctx.group).view(ctx.shape), None, None, None
 
 
 class _EnterRows(torch.autograd.Function):
@@ -291,9 +291,12 @@ def deal_rows(x: Tensor, group: TPGroup) -> Tensor:
     return _DealRows.apply(x, group)
 
 
-def collect_rows(x: Tensor, group: TPGroup, rows: int) -> Tensor:
-    """The first `rows` of all ranks' rows, whole; its gradient is complete on every rank, and each takes that of its rows."""
-    return _CollectRows.apply(x, group, rows)
+def collect_rows(x: Tensor, group: TPGroup, rows: int, gathered: Tensor | None = None) -> Tensor:
+    """The first `rows` of all ranks' rows, whole; its gradient is complete on every rank, and each takes that of its rows.
+
+    `gathered`: they are here already, and are returned in the shape that they have.
+    """
+    return _CollectRows.apply(x, group, rows, gathered)
 
 
 def enter_rows(x: Tensor, full: Tensor, group: TPGroup, dtype: torch.dtype | None = None) -> Tensor:

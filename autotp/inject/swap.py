@@ -35,6 +35,7 @@ from ..layers.linear import (
     set_linear_sizes,
 )
 from ..layers.norm import install_norm
+from ..layers.overlap import OPTIONS, set_options
 from ..layers.region import Border, Entry, install_region
 from ..layers.siblings import SiblingInput
 from ..layers.tokens import TokenStream
@@ -76,6 +77,7 @@ LINEAR_STATE = (
     "columns",
     "keep_sharded",
     "tokens",
+    *OPTIONS,
 )
 
 
@@ -239,6 +241,7 @@ def install_matmul(module: Any, entry: ModulePlan, group: TPGroup, shared: Share
     elif isinstance(module, nn.Linear | Conv1D):
         layer = (CONV1DS if isinstance(module, Conv1D) else LINEARS)[role]
         rewrite_linear(module, layer, group, entry.shards, entry.name, _dtype(entry))
+        set_options(module, entry.overlap)
     else:
         raise PlanError(f"{entry.name} is a {type(module).__name__}, which has no {style} form: leave it out of the plan")
     state = module.__dict__

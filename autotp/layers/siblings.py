@@ -16,7 +16,7 @@ import copy
 import ctypes
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,15 @@ from torch import Tensor, nn
 
 from ..collectives import copy_to_group
 from ..comm import TPGroup
+from ..exchange import Exchange, Gather
 from ..kernels.autocast import autocast_dtype
+from ..kernels.dealt import Dealt, multiply_gathered
+from ..kernels.moves import Moves
 from ..kernels.product import Merged, ProductSpec, multiply
+from .overlap import choose_moves, deal_sums
 from .product import make_spec, watches_operations
 from .side_by_side import ALIGNMENT_BYTES, Laid, can_lie, find_place, lay_together
-from .tokens import TokenStream, multiply_gathered
+from .tokens import TokenStream
 
 
 class SiblingInput:
@@ -179,6 +183,8 @@ class SiblingInput:
             outputs = self._run_product(spec, x, weights, biases, None if laid is None else laid.merge())
         elif laid is None or dtype is not None:
             return None
+        elif self.tokens is not None and self.tokens.find_local(x) is not None:
+            outputs = self._run_product(spec, x, weights, biases, laid.merge())
         else:
             merged = laid.merge()
             outputs = torch.unsafe_split_with_sizes(layer.run(x, merged.weight, merged.bias), laid.sizes, -1)
@@ -186,10 +192,50 @@ class SiblingInput:
         return held.give(layer.place)
 
     def _run_product(self, spec: ProductSpec, x: Tensor, weights: Any, biases: Any, merged: Merged | None) -> Any:
-        local = None if self.tokens is None or not x.requires_grad else self.tokens.find_local(x)
-        if local is None:
+        tokens, local = self.tokens, None if self.tokens is None else self.tokens.find_local(x)
+        if tokens is None or local is None:
+            if self.group.tp_size > 1 and x.requires_grad:
+                members = [layer for slot in self._slots if (layer := slot()) is not None]
+                spec = spec._replace(sums=deal_sums(members, self.group, x, x.shape[-1], self.reduce_dtype))
             return multiply(spec, x, weights, biases, merged)
-        return multiply_gathered(spec, self.group, x, local, weights, biases, merged, self.reduce_dtype)
+        tokens.note_reader(self)
+        gather = Gather(x.detach().view(-1, x.shape[-1]))
+        return multiply_gathered(self._deal(spec, tokens.describe(x, self.reduce_dtype, gather)), local, weights, biases, merged)
+
+    def _deal(self, spec: ProductSpec, dealt: Dealt) -> ProductSpec:
+        return spec._replace(sum_input=None, dealt=dealt._replace(moves=self.choose_moves(dealt.exchange)))
+
+    def choose_moves(self, exchange: Exchange) -> Moves:
+        """Which way rows move in this call, as the members' options say."""
+        return choose_moves([layer for slot in self._slots if (layer := slot()) is not None], exchange)
+
+    def begin_ahead(self, local: Tensor, gather: Gather) -> Callable[[Tensor], None] | None:
+        """Compute all members' outputs of rows that are still on their way.
+
+        Args:
+            local: this rank's rows; gather: what brings the others'.
+
+        Returns:
+            what is to be told the tensor of all rows, by which the members will ask; None if they compute when they are called.
+        """
+        if self._round is not None:  # nobody asked for the last one's
+            self._drop(self._round, 2)
+            self._round = None
+        laid, tokens = self.find_laid(), self.tokens
+        if laid is None or tokens is None or not _is_plain(local):
+            return None
+        grad, dtype, weights = torch.is_grad_enabled(), autocast_dtype(local), laid.weights
+        wants = grad and (local.requires_grad or any(t is not None and t.requires_grad for t in (*weights, *laid.biases)))
+        if self._stays_alone(wants) or (dtype is not None and not wants):
+            return None
+        spec = self._spec or self._make_spec()
+        spec = self._deal(spec, tokens.describe(local, self.reduce_dtype, gather))
+        outputs = multiply_gathered(spec, local, weights, laid.biases, laid.merge())
+
+        def hold(full: Tensor) -> None:
+            self._round = _Round(full, grad, dtype, wants, weights, outputs)
+
+        return hold
 
     def _stays_alone(self, wants: bool) -> bool:
         """Whether members compute one by one; that changes between forwards, never between one and its recomputation."""

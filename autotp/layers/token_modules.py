@@ -53,6 +53,7 @@ def enter_module(part: TokenPart, args: tuple[Any, ...], kwargs: dict[str, Any])
     """The arguments as the module's own forward reads them."""
     if not (part.first or part.gathers):
         return args, kwargs
+    part.stream.gathering = part.name
     change = part.stream.split if part.first else part.stream.gather
     for name, position in part.enters:
         value = find_argument((name, position), args, kwargs)

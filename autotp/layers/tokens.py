@@ -18,7 +18,8 @@ does what it does without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -31,7 +32,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..collectives import collect_rows, deal_rows, enter_rows, pad_rows, scatter_rows_to_group
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
-from ..kernels.product import Merged, ProductSpec, multiply
+from ..exchange import find_exchange
+from ..kernels.dealt import Dealt
+from .product import watches_operations
 
 LEAST_BYTES = 1 << 20  # of a rank's rows of one activation, below which "auto" does not deal them
 
@@ -82,7 +85,7 @@ class TokenStream:
         owners: how many modules run that hold both the layers and what joins the rows again; nothing is dealt outside all of
             them. None where nobody counts.
         suspended: deal nothing: somebody collects what passes between the layers.
-        local, full: what was gathered last, while its module runs.
+        local, full: what was gathered last, while its module runs; gathering: that module's name.
     """
 
     def __init__(self, group: TPGroup, mode: bool | str) -> None:
@@ -96,6 +99,8 @@ class TokenStream:
         self._known: dict[int, tuple[StorageWeakRef, Layout | None]] = {}  # storages that entered modules
         self._most = 1024
         self._draws: Draws | None = None
+        self.gathering = ""  # the module that gathers
+        self._readers: dict[str, Any] = {}  # weak: the linears that read first what a module gathered, by its name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenStream:
         twin = memo[id(self)] = TokenStream(self.group, self.mode)
@@ -192,12 +197,47 @@ class TokenStream:
         return deal_rows(x.reshape(layout.rows, *rest), self.group).view(*lead, *rest)
 
     def gather(self, x: Tensor) -> Tensor:
-        """All ranks' rows of `x`; the same tensor, gathered again in one module, is the same tensor."""
+        """All ranks' rows of `x`; the same tensor, gathered again in one module, is the same tensor.
+
+        The linears that read it first in this module's last forward begin while it is on its way.
+        """
         if x is self.local and self.full is not None:
             return self.full
-        full = self.join(x)
+        layout, hold = self._layout(), None
+        if watches_operations() or x.ndim < 2:
+            full = self.join(x)
+        else:
+            lead, rest = (layout.lead, x.ndim - 1) if self._is_dealt(x) else ((layout.rows,), 1)
+            exchange, reader = find_exchange(self.group), self._readers.get(self.gathering)
+            siblings = None if reader is None or x.ndim != rest + 1 else reader()
+            way = None if siblings is None else siblings.choose_moves(exchange).forward
+            gather = exchange.gather(x.detach().reshape(layout.share, -1), way)
+            if siblings is not None:
+                hold = siblings.begin_ahead(x, gather)
+            rows = gather.wait_all()[: layout.rows]
+            full = collect_rows(x, self.group, layout.rows, rows.view(*lead, *x.shape[rest:]))
         self.local, self.full = x, full
+        if hold is not None:
+            hold(full)
         return full
+
+    def note_reader(self, siblings: Any) -> None:
+        """`siblings` read what the running module gathered."""
+        self._readers.setdefault(self.gathering, weakref.ref(siblings))
+
+    def describe(self, x: Tensor, dtype: torch.dtype | None, gather: Any = None) -> Dealt:
+        """How the rows are dealt of which `x` `[..., K]` are all, or one rank's: for products that move them."""
+        layout, group = self._layout(), self.group
+        flat = x.ndim != len(layout.lead) + 1
+        shape, local = ((layout.rows,), (layout.share,)) if flat else (layout.lead, layout.dealt)
+        return Dealt(find_exchange(group), group.tp_rank, group.tp_size, shape, local, dtype, gather)
+
+    def _is_dealt(self, x: Tensor) -> bool:
+        layout = self._layout()
+        if tuple(x.shape[: len(layout.lead)]) == layout.dealt:
+            return True
+        self._check_rows(x, layout.share)
+        return False
 
     def join(self, x: Tensor) -> Tensor:
         """All ranks' rows of `x`, whose gradient is complete."""
@@ -217,10 +257,14 @@ class TokenStream:
         else:
             self._check_rows(y, layout.rows)
             rest, lead = y.shape[1:], (layout.share,)
-        if self._draws is not None:
-            self._draws.switch(apart=True)
+        self.leave_whole_rows()
         rows = pad_rows(y.reshape(layout.rows, *rest), self.group.tp_size)
         return scatter_rows_to_group(rows, self.group, dtype).view(*lead, *rest)
+
+    def leave_whole_rows(self) -> None:
+        """Partial sums were scattered: what follows in this module reads dealt rows, and draws for those."""
+        if self._draws is not None:
+            self._draws.switch(apart=True)
 
     def find_local(self, x: Tensor) -> Tensor | None:
         """The rows that `x` was gathered from; None if it was not gathered last."""
@@ -294,28 +338,6 @@ def find_generator(device: torch.device) -> torch.Generator:
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
-
-
-def multiply_gathered(
-    spec: ProductSpec,
-    group: TPGroup,
-    x_full: Tensor,
-    x_local: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    merged: Merged | None,
-    dtype: torch.dtype | None,
-) -> Any:
-    """`x_full @ w.T + b` for several weights; the gradient goes to the rows `x_local` that `x_full` was gathered from.
-
-    | tensor | shape |
-    |---|---|
-    | x_full, x_local | `[..., K]` of M rows; of `ceil(M / T)` |
-    | outputs | `[..., N_i]` of M rows |
-
-    dgrad: `dx_local = reduce_scatter(dy @ w)`, in `dtype` if one is named. wgrad: `dy.T @ x_full`.
-    """
-    return multiply(spec._replace(sum_input=None), enter_rows(x_local, x_full, group, dtype), weights, biases, merged)
 
 
 def map_first(output: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
