@@ -41,10 +41,8 @@ def describe_plan(plan: Plan, rank: int, width: int | None = None) -> str:
 
 
 def _describe_tokens(plan: Plan) -> list[str]:
-    """One line a chain: what is dealt between its regions, or why nothing is; nothing where it was not asked for."""
-    if plan.tokens:
-        return [f"tokens: {plan.tokens}"]
-    lines = []
+    """One line a chain: what is dealt between its regions; and why nothing is elsewhere. Nothing where it was not asked for."""
+    lines = [f"tokens: {plan.tokens}"] if plan.tokens else []
     for chain in plan.chains:
         parts = [m.tokens for m in plan.modules if m.tokens is not None and m.tokens.chain == chain.name]
         counts = {

@@ -239,7 +239,7 @@ class Plan:
         proof: "proved", or why it could not be.
         fused: what runs as one kernel; `dataclasses.replace(plan, fused=())` runs everything as the model is written.
         sequence_parallel: False, True (tokens are dealt where there are as many as ranks) or "auto" (where they are many enough).
-        chains: the layers between whose regions tokens are dealt; tokens: why there are none, if they were asked for.
+        chains: the layers between whose regions tokens are dealt; tokens: why not of others, if they were asked for.
     """
 
     tp_size: int

@@ -82,7 +82,7 @@ def make_plan(
     check_mode(sequence_parallel)
     model = build_on_meta(model_or_config) if isinstance(model_or_config, PreTrainedConfig) else model_or_config
     made = _make_plan(model, tp_size, plan, head, inputs, attrs, sequence_parallel)
-    if sequence_parallel is True and made.tokens and tp_size > 1:
+    if sequence_parallel is True and not made.chains and tp_size > 1:
         raise PlanError(
             f"sequence_parallel=True, but the tokens of {made.model} are {made.tokens}. Pass sequence_parallel='auto' to leave "
             f"them whole there, or False."

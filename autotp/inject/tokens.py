@@ -20,7 +20,7 @@ Prove = Callable[[Plan, Plan], None]  # of a plan: the part about layers that ru
 
 
 def deal_tokens(plan: Plan, runs: Runs, kept: Plan, prove: Prove) -> Plan:
-    """`plan` with the tokens of every chain dealt for which that proves; where there is none, the reason in its `tokens`.
+    """`plan` with the tokens of every chain dealt for which that proves; for the others the reasons in its `tokens`.
 
     Args:
         plan: proved; kept: the part of it about the layers that `runs` runs.
@@ -36,10 +36,10 @@ def deal_tokens(plan: Plan, runs: Runs, kept: Plan, prove: Prove) -> Plan:
             accepted.append(deal_chain(*accepted[-1], runs, each, prove))
         except (ProofError, PlanError) as error:
             reasons.append(f"{each.name}: {error}")
-    if accepted[-1][0].chains:
-        return accepted[-1][0]
-    reasons = reasons or ["no list of layers in which each reads what the one before it returns"]
-    return replace(plan, tokens=f"not dealt: {'; '.join(reasons)}")
+    made = accepted[-1][0]
+    if not made.chains and not reasons:
+        reasons = ["no list of layers in which each reads what the one before it returns"]
+    return replace(made, tokens=f"not dealt: {'; '.join(reasons)}" if reasons else "")
 
 
 def deal_chain(plan: Plan, kept: Plan, runs: Runs, found: Chain, prove: Prove) -> tuple[Plan, Plan]:

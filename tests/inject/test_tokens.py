@@ -10,7 +10,7 @@ from measures import whole
 from shrink import tiny_model
 
 import autotp
-from autotp.errors import PlanError, ProofError
+from autotp.errors import AutoTPError, PlanError, ProofError
 from autotp.inject.plan import TokenPlan
 from autotp.layers.token_modules import TokenModule
 from tests.models import batch, tiny, tiny_config
@@ -112,6 +112,11 @@ def check_checkpoints(model, reference, calls):
         check_close(gradients(model, calls, (1, 2, 0)), gradients(reference, calls), f"use_reentrant={reentrant}")
         assert all(stream.layout is None and stream.full is None for stream in streams_of(model))
     assert [layout is not None for layout in seen] == [True, True, False] * 3
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda moved: moved):
+        loss = model(**calls[0]).loss
+    with pytest.raises(AutoTPError, match=r"model.layers.1 runs again within backward.*save_on_cpu"):
+        loss.backward()
     model.gradient_checkpointing_disable()
     model.disable_input_require_grads()
 
