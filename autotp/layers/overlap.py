@@ -27,6 +27,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
@@ -215,14 +216,15 @@ def explain_overlap(layer: Any, rows: int, dtype: torch.dtype | None = None) -> 
     if layer.tp is None:
         raise AutoTPError(f"{layer.full_name}: its ranks are not known yet: call set_tensor_parallel_group first")
     moves, row, exchange = read_moves(layer), is_row(layer), find_exchange(layer.tp)
-    width = layer.out_features if row else layer.in_features
+    names = ("nx", "nf") if isinstance(layer, Conv1D) else ("in_features", "out_features")
+    width = getattr(layer, names[row])
     n_bytes = rows * width * (dtype or next(iter(layer.parameters())).dtype).itemsize
     lines = [
         f"{name_of(layer)}, {'row' if row else 'column'}, {rows} x {width}, {layer.tp.tp_size} ranks on {layer.tp.device.type}"
     ]
-    names = {"forward": "scatter of y" if row else "gather of x", "gather": f"gather of {'dy' if row else 'x'} in backward"}
-    names |= {"sums": f"sum of {'y' if row else 'dx'} where rows are whole"} | ({} if row else {"scatter": "scatter of dx"})
-    for move, title in names.items():
+    titles = {"forward": "scatter of y" if row else "gather of x", "gather": f"gather of {'dy' if row else 'x'} in backward"}
+    titles |= {"sums": f"sum of {'y' if row else 'dx'} where rows are whole"} | ({} if row else {"scatter": "scatter of dx"})
+    for move, title in titles.items():
         copies, reason = exchange.decide(n_bytes, getattr(moves, move))
         if move == "sums" and moves.sums is None and not exchange.why_not:
             copies, reason = False, "tp_overlap_comm=True asks for copies"
