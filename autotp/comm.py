@@ -184,8 +184,10 @@ class TPGroup:
         Raises:
             AutoTPError: an unknown kind, or "multimem_all_reduce".
         """
-        peers = self.find_peers()
         check_kind(kind)
+        if self.tp_size == 1 or tensor.numel() == 0:
+            return tensor
+        peers = self.find_peers()
         total = None if peers is None else peers.sum_small(tensor, kind)
         if total is None:
             dist.all_reduce(tensor, group=self.group)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = [sys.executable, "tests/gpu/kernels.py"]
+SCRIPT = [sys.executable, "tests/gpu/kernel_errors.py"]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 

@@ -1,8 +1,8 @@
 """Fused operations on a GPU: errors against float64 beside those of plain PyTorch in the same dtype, of which they may be twice.
 
-python tests/gpu/kernels.py [--out FILE.json]            all errors, and that the gradients are the same in every run
-compute-sanitizer python tests/gpu/kernels.py --launch   each Triton kernel once, at odd sizes, on allocations of their own
-python tests/gpu/kernels.py --cpu                        small sizes in Triton's interpreter, to see that it runs
+python tests/gpu/kernel_errors.py [--out FILE.json]            all errors, and that the gradients are the same in every run
+compute-sanitizer python tests/gpu/kernel_errors.py --launch   each Triton kernel once, at odd sizes, on allocations of their own
+python tests/gpu/kernel_errors.py --cpu                        small sizes in Triton's interpreter, to see that it runs
 """
 
 from __future__ import annotations
