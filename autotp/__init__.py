@@ -17,6 +17,7 @@ from .layers.linear import LinearAllreduce, LinearLayer
 from .layers.linear_by_size import Linear
 from .layers.main_grad import enable_main_grad
 from .layers.norm_linear import LayerNormLinear
+from .layers.overlap import explain_overlap
 from .layers.stream import full_state_dict, load_full_state_dict
 from .shard import Shard
 from .train import clip_grad_norm_, verify
@@ -44,6 +45,7 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "enable_main_grad",
+    "explain_overlap",
     "from_pretrained",
     "full_state_dict",
     "linear_with_residual",

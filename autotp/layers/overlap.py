@@ -27,6 +27,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
@@ -38,7 +39,6 @@ from ..peers import KINDS, check_kind
 WAYS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "tp_overlap_comm")
 UNSET = (None,) * len(WAYS)
 OPTIONS = (*WAYS, "symmetric_ar_type", "ub_name")
-_NAMES = frozenset(WAYS)
 
 
 class Overlap(TypedDict, total=False):
@@ -101,7 +101,7 @@ def read_moves(layer: Any) -> Moves:
     )
     if ways == UNSET:  # in every forward of every layer
         return BY_SIZE
-    return _moves(is_row(layer), ways, layer.ub_name or layer.full_name)
+    return _moves(is_row(layer), ways, name_of(layer))
 
 
 def read_symmetric(layer: Any) -> str | None:
@@ -117,7 +117,7 @@ def read_symmetric(layer: Any) -> str | None:
         try:
             check_kind(str(kind))
         except AutoTPError as error:
-            raise PlanError(f"{layer.ub_name or layer.full_name}: symmetric_ar_type: {error}") from None
+            raise PlanError(f"{name_of(layer)}: symmetric_ar_type: {error}") from None
     return kind
 
 
@@ -150,19 +150,22 @@ def choose_moves(layers: Sequence[Any], exchange: Exchange) -> Moves:
         PlanError: the layers' options differ.
         KernelUnsupported: copies are asked for between ranks that can't copy.
     """
-    if all(_NAMES.isdisjoint(layer.__dict__) for layer in layers):  # as it is nearly always, in every call
-        return BY_SIZE
     first, *others = layers
     moves = read_moves(first)
-    name = first.ub_name or first.full_name
     for other in others:
         if read_moves(other) != moves:
             raise PlanError(
-                f"{name} and {other.ub_name or other.full_name} read one input and are one product, but their overlap options "
-                f"differ: set the same ones on both"
+                f"{name_of(first)} and {name_of(other)} read one input and are one product, but their overlap options differ: "
+                f"set the same ones on both"
             )
-    exchange.check(moves, name)
+    if moves is not BY_SIZE:
+        exchange.check(moves, name_of(first))
     return moves
+
+
+def name_of(layer: Any) -> str:
+    """A layer's name in messages."""
+    return layer.ub_name or layer.full_name
 
 
 def deal_rows(layer: Any, group: TPGroup, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> Dealt:
@@ -213,15 +216,15 @@ def explain_overlap(layer: Any, rows: int, dtype: torch.dtype | None = None) -> 
     if layer.tp is None:
         raise AutoTPError(f"{layer.full_name}: its ranks are not known yet: call set_tensor_parallel_group first")
     moves, row, exchange = read_moves(layer), is_row(layer), find_exchange(layer.tp)
-    width = layer.out_features if row else layer.in_features
+    names = ("nx", "nf") if isinstance(layer, Conv1D) else ("in_features", "out_features")
+    width = getattr(layer, names[row])
     n_bytes = rows * width * (dtype or next(iter(layer.parameters())).dtype).itemsize
     lines = [
-        f"{layer.ub_name or layer.full_name}, {'row' if row else 'column'}, {rows} x {width}, {layer.tp.tp_size} ranks on "
-        f"{layer.tp.device.type}"
+        f"{name_of(layer)}, {'row' if row else 'column'}, {rows} x {width}, {layer.tp.tp_size} ranks on {layer.tp.device.type}"
     ]
-    names = {"forward": "scatter of y" if row else "gather of x", "gather": f"gather of {'dy' if row else 'x'} in backward"}
-    names |= {"sums": f"sum of {'y' if row else 'dx'} where rows are whole"} | ({} if row else {"scatter": "scatter of dx"})
-    for move, title in names.items():
+    titles = {"forward": "scatter of y" if row else "gather of x", "gather": f"gather of {'dy' if row else 'x'} in backward"}
+    titles |= {"sums": f"sum of {'y' if row else 'dx'} where rows are whole"} | ({} if row else {"scatter": "scatter of dx"})
+    for move, title in titles.items():
         copies, reason = exchange.decide(n_bytes, getattr(moves, move))
         if move == "sums" and moves.sums is None and not exchange.why_not:
             copies, reason = False, "tp_overlap_comm=True asks for copies"

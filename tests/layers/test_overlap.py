@@ -5,12 +5,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from autotp import LayerNormLinear, Linear, LinearAllreduce, LinearLayer
 from autotp.comm import resolve_group
 from autotp.errors import KernelUnsupported, PlanError
 from autotp.exchange import Exchange
 from autotp.kernels.moves import Moves
+from autotp.layers.linear import Conv1DLayer
 from autotp.layers.overlap import explain_overlap, read_moves
 from autotp.layers.siblings import SiblingInput
 from tests.kernels.test_dealt import BlockExchange
@@ -166,6 +168,9 @@ def check_explained(group):
         "  gather of dy in backward: copy engines (asked for: True)",
         "  sum of y where rows are whole: copy engines (asked for: True)",
     ]
+    layer = Conv1DLayer(Conv1D(8, 4), tp, name="c_attn")
+    assert explain_overlap(layer, 10).splitlines()[0] == "c_attn, column, 10 x 4, 2 ranks on cpu"
+    layer = LayerNormLinear(64, 4096, parallel_mode="row", tp_group=tp, ub_name="down", ub_overlap_ag=True, tp_overlap_comm=True)
     far = Exchange(tp, "the ranks are on 2 hosts")
     far.check(read_moves(layer), "down")  # a CPU has nothing to hide behind
     tp.device = torch.device("cuda", 0)
