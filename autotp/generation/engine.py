@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Engine:
         graphs: whether steps are captured, which takes a GPU. runs_ahead: whether the next forward is launched before it is
             known that the last token ended everything. pads: whether batches are rounded up.
         captures: graphs captured so far. broken: why capturing was given up, by the kind of step.
+        special: whether captured steps take the kernels made for decoding.
     """
 
     def __init__(self, group: TPGroup) -> None:
@@ -39,6 +41,7 @@ class Engine:
         self.graphs = self.runs_ahead = self.pads = group.device.type == "cuda"
         self.captures = 0
         self.broken: dict[type, str] = {}
+        self.special = True
         self._said: set[str] = set()
         self.release()
 
@@ -92,9 +95,34 @@ class Engine:
         if not self.can_capture(type(step)):
             step.run(model)
             return
-        with step.context():
+        with step.context() if self.special else nullcontext():
+            if self._runs(step, model):
+                self.capture(step, model)
+                return
+        self.special = False
+        step.run(model)
+        self.capture(step, model)
+
+    def _runs(self, step: Step | PromptStep, model: nn.Module) -> bool:
+        """Run a step; False where kernels made for decoding could not, on all ranks alike, and nothing was changed.
+
+        Raises:
+            AutoTPError: another rank failed alone; what the step raised, where no such kernels were in it.
+        """
+        failure = None
+        try:
             step.run(model)
-            self.capture(step, model)
+        except Exception as error:  # a kernel or a tensor that waits, in a forward that nobody foresaw
+            if not self.special:
+                raise
+            failure = describe(error)
+        failures = [text for text in self.group.gather_objects(failure) if text]
+        if not failures:
+            return True
+        if failure is None:
+            raise AutoTPError(f"decoding failed on another TP rank: {failures[0]}")
+        self.say(f"generate decodes without the kernels made for it: {failures[0]}")
+        return False
 
     def can_capture(self, kind: type) -> bool:
         """Whether a step of this kind that has no graph gets one."""
@@ -110,7 +138,7 @@ class Engine:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 step.run(model)
         except Exception as error:  # what a strange forward does in a capture may raise anything
-            failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            failure = describe(error)
         failures = [text for text in self.group.gather_objects(failure) if text]
         if failures:
             self.broken[type(step)] = failures[0]
@@ -125,6 +153,11 @@ class Engine:
             self._said.add(text)
             if self.group.tp_rank == 0:
                 log.warning("autotp: %s", text)
+
+
+def describe(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def find_engine(model: nn.Module) -> Engine | None:

@@ -90,9 +90,9 @@ class Step:
         self.halt.zero_()
         self.eos.copy_(torch.tensor([*eos, *[-1] * (MOST_EOS - len(eos))]))
         self.pad.fill_(pad)
-        if self.positions is not None:  # the last ones of the prompt: each step moves them on first
+        if self.positions is not None:
             self.positions.zero_()
-            self.positions[..., :batch, :] = inputs["position_ids"][..., -1:]  # type: ignore[index]
+            self.positions[..., :batch, :] = inputs["position_ids"][..., -1:] + 1  # type: ignore[index,operator]
         if self.token_types is not None:
             self.token_types[:batch] = inputs["token_type_ids"][:, -1:]  # type: ignore[index]
         if self.mask is not None:
@@ -102,9 +102,7 @@ class Step:
                 self.mask[:batch, :tokens] = given
 
     def forward(self, model: Any) -> Tensor:
-        """The logits `[R, V]` that follow the newest token, or this rank's columns of them; moves on the positions."""
-        if self.positions is not None:
-            self.positions.add_(1)
+        """The logits `[R, V]` that follow the newest token, or this rank's columns of them; moves on the positions at its end."""
         inputs: dict[str, Any] = dict(self.form.extra)
         inputs |= {self.cache_name: self.cache, "use_cache": True, "attention_mask": self.mask}
         if self.positions is not None:
@@ -114,6 +112,8 @@ class Step:
         made = model.prepare_inputs_for_generation(self.token, next_sequence_length=1, **inputs)
         logits = model(**made, return_dict=True).logits[:, -1]
         self.cache.position.add_(1)
+        if self.positions is not None:
+            self.positions.add_(1)
         return logits
 
     def run(self, model: nn.Module) -> None:

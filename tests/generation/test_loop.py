@@ -11,6 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 import autotp
 from autotp.errors import AutoTPError
 from autotp.generation.engine import find_engine
+from autotp.kernels.decode import is_decoding
 from autotp.layers.base import find_group
 from tests.models import tiny
 
@@ -189,6 +190,10 @@ def check_graphs(model, engine):
     handle.remove()
     assert not torch.equal(changed, tokens) and engine.captures - before == 15
     assert torch.equal(model.generate(ids[1:2], max_new_tokens=NEW, do_sample=False), tokens)
+    fail = layer.register_forward_pre_hook(lambda *args: 1 / 0 if is_decoding() else None)
+    assert torch.equal(model.generate(ids[1:2], max_new_tokens=NEW, do_sample=False), tokens) and not engine.special
+    assert any("ZeroDivisionError" in text for text in engine._said)
+    fail.remove()
     other = copy.deepcopy(model)
     assert find_engine(other) is not engine and not find_engine(other).steps
     with torch.inference_mode():
@@ -212,4 +217,4 @@ def check_generation(group, expected):
 
 def test_generate_gives_the_unsharded_models_tokens_and_keeps_ranks_in_step(ranks):
     said = ranks.run(check_generation, run_cases(make_model()))[0]
-    assert len(said) == 1 and "beam search" in said[0]
+    assert len(said) == 2 and "beam search" in said[1]
