@@ -17,7 +17,7 @@ from torch import Tensor
 from .dispatch import Problem, select
 
 WIDEST_HEAD = 256  # columns of D and E
-MOST_SHARING = 128  # query heads of one kv head
+MOST_QUERY_BYTES = 32768  # of the query heads of one kv head, which a program holds
 
 
 def attend_cache(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -43,7 +43,7 @@ def fits(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> bool:
         return False
     batch, heads, tokens, width = q.shape
     wanted = (batch, keys.shape[1], keys.shape[2])
-    if tokens != 1 or heads % keys.shape[1] or heads > MOST_SHARING * keys.shape[1]:
+    if tokens != 1 or heads % keys.shape[1] or heads // keys.shape[1] * width * q.element_size() > MOST_QUERY_BYTES:
         return False
     if keys.shape != (*wanted, width) or values.shape[:3] != wanted:
         return False

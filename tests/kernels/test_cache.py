@@ -9,7 +9,7 @@ from autotp.kernels.cache import attend_cache, fits, write_cache
 
 from .tensors import DEVICE, assert_close_enough, draw
 
-SIZES = [(1, 4, 2, 130, 16, 16), (2, 3, 1, 70, 24, 20), (2, 4, 4, 96, 8, 32)]  # B, Hq, Hkv, L, D, E
+SIZES = [(1, 4, 2, 130, 16, 16), (2, 3, 1, 70, 24, 20), (2, 2, 2, 70, 8, 32)]  # B, Hq, Hkv, L, D, E
 
 
 def draw_masks(batch, length):
