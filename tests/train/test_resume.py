@@ -105,12 +105,13 @@ def test_a_run_goes_on_over_other_numbers_of_ranks(ranks, tmp_path):
     """Begun by two copies of two ranks, ended by one rank; the sequences of a step are the same."""
     save_model(tmp_path)
     write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in make_texts(9)])
-    options = make_options(tmp_path, tmp_path / "out", dp=2, grad_accum=1, steps=4, save_every=2, async_save=True, keep_last=2)
+    kept = dict(save_every=2, async_save=True, keep_last=2)
+    options = make_options(tmp_path, tmp_path / "out", dp=2, grad_accum=1, steps=4, dtype="bfloat16", **kept)
     losses = ranks.run(run_until, options, None, 0, 0, True, size=4)[0]
     assert sorted(path.name for path in (tmp_path / "out").glob("*checkpoint*")) == ["checkpoint-2", "checkpoint-4"]
     changed = dict(tp=1, dp=1, grad_accum=2, resume=str(tmp_path / "out" / "checkpoint-2"))
     resumed = train(TrainOptions.from_mapping({**options.to_mapping(), **changed}))
-    assert resumed.steps == 4 and resumed.losses == pytest.approx(losses[2:], abs=1e-5)
+    assert resumed.steps == 4 and resumed.losses == pytest.approx(losses[2:], abs=1e-3)  # in bfloat16
 
 
 def read_weights(directory):
