@@ -159,7 +159,10 @@ def test_what_cannot_be_resumed_is_named(ranks, source, tmp_path):
     assert all("was written with --seed 0, this run has 7" in each for each in message)
     said = "was written with 4 sequences in a step (--dp x --batch-size x --grad-accum: [1, 2, 2]), this run has 8 ([1, 2, 4])"
     assert said in refused(resume=checkpoint, grad_accum=4)
+    (tmp_path / "older" / "checkpoint-7").mkdir(parents=True)
     for other in (None, "auto"):
+        said = refused(resume=other, out=str(tmp_path / "older"))
+        assert "holds no whole checkpoint: " in said and "checkpoint-7 is not a whole training state" in said
         assert "holds a model, which this run would write over" in refused(resume=other, out=str(source))
     (out / "checkpoint-4").mkdir()
     shutil.copytree(checkpoint, out / "checkpoint-3")
