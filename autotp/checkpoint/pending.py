@@ -171,9 +171,13 @@ def remove_older(newest: Path, keep_last: int) -> None:
 
 
 def clean_up(final: Path) -> None:
-    """Remove what earlier saves left half done, this one's place included; on rank 0, before a save."""
-    for path in [*find_partial(final.parent).values(), *final.parent.glob(f".{PREFIX}*.gone"), partial_of(final)]:
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove what earlier saves left half done, or end it; on rank 0, before a save."""
+    for path in final.parent.glob(f".{PREFIX}*.old"):
+        if not (own := path.with_name(path.name[1:].removesuffix(".old"))).exists():
+            path.rename(own)
+    for ending in ("partial", "gone", "old"):
+        for path in final.parent.glob(f".{PREFIX}*.{ending}"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 # -- files ----------------------------------------------------------------------------------------------------------------

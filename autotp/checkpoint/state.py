@@ -127,9 +127,10 @@ class TrainingState:
                                       f"must take the same steps with the same options")  # fmt: skip
             writer.agree([each[1] for each in every], places.rank)
             if places.is_main:
+                final.parent.mkdir(parents=True, exist_ok=True)
                 clean_up(final)
-                partial_of(final).mkdir(parents=True)
                 _check_room(final, writer)
+                partial_of(final).mkdir()
         about |= {"random": [each[2] for each in every], "extra": kept}
         with places.together(doing):
             if async_save:
@@ -208,7 +209,7 @@ def _find_places(model: nn.Module, dp: Any) -> Places:
             f"{dist.get_world_size()} ranks run and the model is on {tp.tp_size} of them: pass dp=mesh['dp'], the ranks that "
             f"hold the same shards of its copies, or dp=False if it has no copies"
         )
-    return Places(tp, resolve_group(dp) if dp not in (None, False) else TPGroup(None, tp.device))
+    return Places(tp, TPGroup(None, tp.device) if dp is None or dp is False else resolve_group(dp))
 
 
 def _check_room(final: Path, writer: TensorWriter) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ..checkpoint.pending import find_steps
 from ..checkpoint.plain import decode_plain
 from ..checkpoint.state import TrainingState, find_newest, read_about
 from ..errors import AutoTPError, CheckpointError
@@ -83,6 +84,8 @@ def find_checkpoint(options: TrainOptions, warn: bool = False) -> Path | None:
             hint = f"the newest in --out is {newest}" if newest else f"there is none in --out {options.out}"
             raise AutoTPError(f"--resume {options.resume} is not the checkpoint of a run: {hint}")
         return Path(options.resume)
+    if newest is None and find_steps(Path(options.out)):
+        raise AutoTPError(f"--out {options.out} holds no whole checkpoint: {'; '.join(passed_over)}. Move it away to start anew")
     if newest is None and (Path(options.out) / "config.json").exists():
         raise AutoTPError(f"--out {options.out} holds a model, which this run would write over: name another directory")
     if newest is not None and options.resume is None:
