@@ -157,7 +157,7 @@ def load_deepspeed(path: str) -> Callable[[], Any]:
 
     def work() -> Any:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-        return deepspeed.tp_model_init(model, tp_size=RANKS, dtype=torch.bfloat16)
+        return deepspeed.init_inference(model, tensor_parallel={"tp_size": RANKS}, dtype=torch.bfloat16).module
 
     return work
 
