@@ -1,8 +1,11 @@
 """autotp: make an existing Hugging Face model tensor-parallel with one call."""
 
 from .checkpoint.save import save_pretrained
+from .checkpoint.state import TrainingState
 from .comm import TPGroup
 from .errors import AutoTPError, CheckpointError, GatherError, KernelUnsupported, PlanError, ProofError
+from .generation.engine import release
+from .generation.warm import warm_up
 from .inject.plan import ModulePlan, Plan, Region
 from .inject.rewrite import from_pretrained, parallelize, unshard
 from .inject.rules import make_plan
@@ -37,6 +40,7 @@ __all__ = [
     "Shard",
     "TPGroup",
     "TensorParallel_Layer",
+    "TrainingState",
     "__version__",
     "clip_grad_norm_",
     "enable_main_grad",
@@ -46,8 +50,10 @@ __all__ = [
     "load_full_state_dict",
     "make_plan",
     "parallelize",
+    "release",
     "save_pretrained",
     "unshard",
     "verify",
     "vocab_parallel_cross_entropy",
+    "warm_up",
 ]

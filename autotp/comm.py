@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import AutoTPError, GatherError
+from .kernels.decode import is_decoding
+from .peers import PeerMemory, check_kind
 from .shard import Shard
 
 _counter = itertools.count()
@@ -38,6 +40,7 @@ class TPGroup:
         ranks: global ranks of the members, in group order.
         device: where this rank's shards live.
         timeout_s: seconds after which a rank that does not arrive is named.
+        owned: what is made once for these ranks and lives as long as they do: buffers that move data between them.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float = 600) -> None:
@@ -47,8 +50,11 @@ class TPGroup:
         self.tp_rank = 0 if group is None else dist.get_rank(group)
         self.tp_size = 1 if group is None else dist.get_world_size(group)
         self.ranks = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
+        self.owned: dict[str, Any] = {}
         self._store = None
         self._arrivals = itertools.count()
+        self._left: list[str] = []  # this rank's notes in the store that some rank may not have read yet
+        self._peers: PeerMemory | None = None
         if group is not None:
             number = next(_counter)
             # Every member makes its groups in the same order, but may hold others too: the first one names the store.
@@ -118,6 +124,7 @@ class TPGroup:
             return [note]
         key = f"arrive/{next(self._arrivals)}"
         self._store.set(f"{key}/{self.tp_rank}", f"{what}|{note}")
+        self._left.append(f"{key}/{self.tp_rank}")
         if not wait:
             return []
         missing, notes = [], []
@@ -137,12 +144,16 @@ class TPGroup:
                 f"{what}: TP rank(s) {missing} did not come within {self.timeout_s:g} s. "
                 f"Every rank of the TP group must call it, rank 0 included."
             )
+        while len(self._left) > 1:  # all ranks are here, so they have read what was left for them before
+            self._store.delete_key(self._left.pop(0))
         return notes
 
     # -- collectives without gradient ---------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", dtype: torch.dtype | None = None) -> Tensor:
         """The sum, max or min of `tensor` over the ranks, as a new tensor; summed in `dtype` if one is named."""
+        if op == "sum" and dtype in (None, tensor.dtype) and (total := self._sum_decoding(tensor)) is not None:
+            return total
         out = tensor.to(dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
         return self.all_reduce_owned(out, op).to(tensor.dtype)
 
@@ -152,8 +163,41 @@ class TPGroup:
             return tensor
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
+        if op == "sum" and (total := self._sum_decoding(tensor)) is not None:
+            return total
         dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=self.group)
         return tensor
+
+    def _sum_decoding(self, tensor: Tensor) -> Tensor | None:
+        """The sum as a new tensor, while decoding, where it is small."""
+        peers = self.find_peers() if self.tp_size > 1 and is_decoding() and tensor.is_contiguous() else None
+        return None if peers is None else peers.sum_small(tensor)
+
+    def all_reduce_small(self, tensor: Tensor, kind: str = "push") -> Tensor:
+        """The sum over the ranks of a contiguous tensor of a few KiB, in few steps between the GPUs: for CUDA graphs.
+
+        Where the GPUs can't write to each other, or the tensor is too large, NCCL sums it, in `tensor`'s memory.
+
+        Args:
+            kind: "push": each rank writes its part to all; "one_shot", "two_shot": PyTorch's symmetric-memory kernels.
+
+        Raises:
+            AutoTPError: an unknown kind, or "multimem_all_reduce".
+        """
+        check_kind(kind)
+        if self.tp_size == 1 or tensor.numel() == 0:
+            return tensor
+        peers = self.find_peers()
+        total = None if peers is None else peers.sum_small(tensor, kind)
+        if total is None:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor if total is None else total
+
+    def find_peers(self) -> PeerMemory | None:
+        """The memory that the ranks write to each other; None on a CPU."""
+        if self._peers is None and self.tp_size > 1 and self.device.type == "cuda":
+            self._peers = PeerMemory(self)
+        return self._peers
 
     def all_gather(self, local: Tensor, shard: Shard) -> Tensor:
         """The full tensor of which every rank holds its part of `shard`; bitwise, uneven parts included."""

@@ -1,4 +1,4 @@
-"""Imports go down: scripts -> cli -> train -> inject -> checkpoint -> layers -> collectives -> comm, kernels, shard -> errors."""
+"""Imports go down: scripts, cli, train, inject, checkpoint, layers, collectives, exchange, comm, peers, kernels, shard."""
 
 import ast
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 HEIGHT = dict(
-    **dict(errors=0, version=0, shard=1, kernels=1, comm=2, collectives=3),
-    **dict(layers=4, checkpoint=5, inject=6, train=7, cli=8, __init__=9),
+    **dict(errors=0, version=0, shard=1, kernels=1, peers=2, comm=3, collectives=4, exchange=4, places=4),
+    **dict(layers=5, checkpoint=6, generation=6, inject=7, train=8, cli=9, __init__=10),
 )
 
 

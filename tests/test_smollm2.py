@@ -5,10 +5,10 @@ import importlib.metadata
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import autotp
-from autotp.train.places import Places
+from autotp.places import Places
 from scripts.demo import CACHE, convert_weights, make_batches, train
 from tests.models import compare_slices
 
@@ -34,7 +34,19 @@ def greedy(model, steps):
     return out.sequences[0, PROMPT.shape[1] :], torch.stack([logits[0] for logits in out.logits])
 
 
-def check_real_model(group, weights, expected_tokens, expected_logits, gradients, options=None):
+def speak(model, weights):
+    """Tokens of ways to generate: rows padded on the left and drawn from, beams, and a text that ends at a string."""
+    tokenizer = AutoTokenizer.from_pretrained(weights, padding_side="left")
+    inputs = tokenizer(["Two and two make", "The capital of France is a large and old"], return_tensors="pt", padding=True)
+    options = dict(pad_token_id=0, max_new_tokens=10)
+    torch.manual_seed(0)
+    drawn = model.generate(**inputs, **options, do_sample=True, temperature=0.7, top_p=0.9)
+    beams = model.generate(PROMPT, **options, do_sample=False, num_beams=2)
+    stopped = model.generate(**inputs, **options, do_sample=False, stop_strings=[" city", "five"], tokenizer=tokenizer)
+    return [each.tolist() for each in (drawn, beams, stopped)]
+
+
+def check_real_model(group, weights, expected_tokens, expected_logits, gradients, said, options=None):
     model = autotp.from_pretrained(weights, group, dtype=torch.float32)
     out = model(PROMPT, labels=PROMPT)
     assert (out.logits - expected_logits["prompt"]).abs().max() < 1e-4
@@ -48,6 +60,8 @@ def check_real_model(group, weights, expected_tokens, expected_logits, gradients
             assert best[0] - best[1] < 1e-4, position
             break
         assert (seen[position] - expected_logits["greedy"][position]).abs().max() < 1e-3, position
+    if said:
+        assert speak(model, weights) == said
     heads = [layer.self_attn.k_proj.out_features // 64 for layer in model.model.layers]
     assert len(set(heads)) == 1
     size = torch.distributed.get_world_size(group)
@@ -64,12 +78,13 @@ def test_equals_the_unsharded_model(ranks, weights, tmp_path):
     model.zero_grad()
     logits = {"prompt": out.logits.detach()}
     tokens, logits["greedy"] = greedy(model, 64)
+    said = speak(model, weights)
     expected = train(model, Places.alone(torch.device("cpu")), make_batches(weights), **OPTIONS)
     del model
-    results = ranks.run(check_real_model, weights, tokens, logits, gradients, OPTIONS, size=3, timeout_s=600)
+    results = ranks.run(check_real_model, weights, tokens, logits, gradients, said, OPTIONS, size=3, timeout_s=600)
     assert [heads for heads, _ in results] == [1, 1, 1]
     assert all(abs(a - b) < 5e-5 for a, b in zip(results[0][1], expected, strict=True))
-    uneven = ranks.run(check_real_model, weights, tokens[:16], logits, gradients, size=2, timeout_s=600)
+    uneven = ranks.run(check_real_model, weights, tokens[:16], logits, gradients, said, size=2, timeout_s=600)
     assert [heads for heads, _ in uneven] == [2, 1]
-    copied = ranks.run(check_real_model, weights, tokens[:16], logits, gradients, size=4, timeout_s=600)
+    copied = ranks.run(check_real_model, weights, tokens[:16], logits, gradients, None, size=4, timeout_s=600)
     assert [heads for heads, _ in copied] == [1, 1, 1, 1]  # 3 kv heads over 4 ranks: one is held twice

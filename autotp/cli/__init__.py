@@ -1,4 +1,4 @@
-"""`autotp plan | verify | train`: what a plan would do to a model, whether it computes the same, and training with it."""
+"""`autotp plan | verify | train | generate`: what a plan would do, whether it computes the same, training, and text."""
 
 from .main import main
 

@@ -8,7 +8,8 @@ import types
 import typing
 from typing import Any
 
-from ..train.options import TrainOptions
+from ..train.options import WHEN_DEALT, TrainOptions
+from .generate import run_generate
 from .plan import run_plan
 from .shard import run_merge, run_reshard, run_shard
 from .train import run_train
@@ -22,6 +23,8 @@ of every layer.
   autotp verify MODEL --tp 2    does the split model compute the same?
   autotp train MODEL --tp 2 --data FILE --out DIR
                                 train, and save a plain checkpoint
+  autotp generate MODEL --tp 2 --prompt TEXT
+                                what the model says, and how fast
   autotp shard MODEL OUT --tp 4 cut a checkpoint beforehand: one file a rank
   autotp reshard OUT NEW --tp 2 cut it for another number of ranks
   autotp merge OUT PLAIN        put it together again
@@ -103,10 +106,29 @@ a run.yaml, by the names of these options (paths count from where you are):
 
 Ctrl-C once: the step is finished, all is saved, and the command that goes on
 from there is printed. Twice: it ends at once. When something goes wrong, the
-message says what to do, and OUT/autotp.log has what the ranks said.
+message says what to do, and OUT/autotp.log has what the ranks said. A run may
+go on over other --tp and --dp, with as many sequences in a step.
 
 exit codes:
   0 trained and saved   2 an error, in one message   130 interrupted (Ctrl-C)
+"""
+GENERATE_PAGE = """\
+Splits the checkpoint over N ranks started here (one GPU each, or processes on
+the CPU where there is no GPU), prints the text token by token, and then the
+time to the first token, tokens a second, and memory. --bench generates the
+same with the unsharded model on the first rank's device, in the same run.
+"""
+GENERATE_END = """\
+examples:
+  autotp generate ./my-model --tp 2 --prompt "The river rises"
+  autotp generate ./my-model --tp 2 --chat --prompt "Why is the sky blue?" \\
+      --sample --temperature 0.7 --top-p 0.9 --max-new-tokens 400
+  autotp generate ./my-model --tp 2 --prompt - --bench < prompt.txt
+
+The text goes to stdout, the numbers to stderr.
+
+exit codes:
+  0 done   2 an error, in one message   130 interrupted (Ctrl-C)
 """
 # The options of `train` by group: name of the field in TrainOptions, metavar (None for a switch), and what it is.
 TRAIN_GROUPS: dict[str, list[tuple[str, str | None, str]]] = {
@@ -116,6 +138,7 @@ TRAIN_GROUPS: dict[str, list[tuple[str, str | None, str]]] = {
         ("tp", "N", "tensor-parallel size: ranks that share one model"),
         ("dp", "N", "data-parallel size: copies of the model"),
         ("plan", "FILE.json", "a plan that `autotp plan --json` printed, edited or not; proved again"),
+        ("sequence_parallel", "WHEN", "tokens are dealt to the tp ranks between split regions: never, auto or always"),
     ],
     "data": [
         ("text_field", "NAME", "the field of JSONL, parquet or arrow that holds the text"),
@@ -147,6 +170,8 @@ TRAIN_GROUPS: dict[str, list[tuple[str, str | None, str]]] = {
         ("eval_every", "N", "steps between two evaluations; 0: one at the end"),
         ("eval_batches", "N", "batches in an evaluation; all if not given"),
         ("save_every", "N", "steps between two checkpoints to resume from; 0: only when interrupted"),
+        ("keep_last", "N", "how many of these checkpoints are left; 0: all"),
+        ("async_save", None, "write them beside the training, from a copy in the CPU's memory"),
         ("resume", "DIR", "go on from this checkpoint-STEP; `auto`: from the newest in --out, if any"),
         ("log", "FILE", "JSONL: one line for each step"),
         ("tensorboard", "DIR", "the same for TensorBoard"),
@@ -162,7 +187,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         required=True,
         metavar="COMMAND",
-        help="plan, verify, train, shard, reshard or merge; `autotp COMMAND --help` is a page on it, with examples",
+        help="plan, verify, train, generate, shard, reshard or merge; `autotp COMMAND --help` is a page on it, with examples",
     )
 
     plan = _add_command(commands, "plan", "MODEL --tp N [options]", PLAN_PAGE, PLAN_END)
@@ -180,6 +205,11 @@ def build_parser() -> argparse.ArgumentParser:
     train = _add_command(commands, "train", usage, TRAIN_PAGE, TRAIN_END)
     add_train_arguments(train)
     train.set_defaults(run=run_train)
+
+    speak = _add_command(commands, "generate", "MODEL --tp N --prompt TEXT [options]", GENERATE_PAGE, GENERATE_END)
+    add_plan_arguments(speak, "hub id or directory", "print text and numbers as one JSON object, at the end")
+    add_generate_arguments(speak)
+    speak.set_defaults(run=run_generate)
     return parser
 
 
@@ -206,7 +236,25 @@ def add_plan_arguments(parser: argparse.ArgumentParser, model_help: str, json_he
         "--few-units", choices=("whole", "refuse"), default="whole",
         help="what has fewer units (neurons, heads) than there are ranks stays whole, or is an error (%(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--sequence-parallel", choices=WHEN_DEALT, default="never",
+        help="when tokens are dealt to the ranks between split regions; auto: where there are many (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help=json_help)
+
+
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is generated, and how."""
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with; - reads it from stdin")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message, put into the chat template")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="tokens at most (%(default)s)")
+    parser.add_argument("--sample", action="store_true", help="draw tokens; otherwise the likeliest is taken")
+    parser.add_argument("--temperature", type=float, metavar="X", help="of the draws (the model's own setting)")
+    parser.add_argument("--top-k", type=positive, metavar="N", help="draw among the N likeliest (the model's own setting)")
+    parser.add_argument("--top-p", type=float, metavar="X", help="draw among the likeliest of this share (the model's own)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (%(default)s)")
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="of the weights; auto: as saved")
+    parser.add_argument("--bench", action="store_true", help="generate with the unsharded model too, and compare")
 
 
 def add_shard_commands(commands: Any) -> None:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from ..train.options import WHEN_DEALT
 from ..train.setup import load_config, read_plan
 from .screen import paint_plan, show_progress, width_of
 
@@ -36,6 +37,6 @@ def make_plan_of(args: argparse.Namespace) -> Plan:
     from ..inject.rules import make_plan
 
     given = "auto" if args.plan is None else read_plan(args.plan)
-    config = load_config(args.model)
+    config, dealt = load_config(args.model), WHEN_DEALT[args.sequence_parallel]
     with show_progress(f"planning {args.model} over {args.tp} ranks"):
-        return make_plan(config, args.tp, plan=given, few_units=args.few_units)
+        return make_plan(config, args.tp, plan=given, few_units=args.few_units, sequence_parallel=dealt)

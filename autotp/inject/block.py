@@ -23,6 +23,8 @@ from ..errors import PlanError
 from ..kernels.gated import gated
 from ..kernels.norm import norm
 from ..kernels.reference import ACTIVATIONS
+from ..layers.gated_pair import multiply_gated
+from ..layers.pending import PendingSum, settle
 from .draws import keep_random
 from .experts import experts_forward, find_experts
 from .forwards import differentiates_forward, is_as_tried, replace_forward
@@ -162,6 +164,11 @@ def norm_forward(own: Callable[..., Any], kind: str, eps: float) -> Callable[...
         if len(args) != 1 or kwargs or torch.compiler.is_compiling() or differentiates_forward() or not is_as_tried(self):
             return own(self, *args, **kwargs)
         (x,), weight, ready = args, self.weight, self.__dict__.pop("ready", None)
+        if isinstance(x, PendingSum) and not torch.is_autocast_enabled(x.device.type):
+            y = x.finish_with_norm(weight, getattr(self, "bias", None), eps, kind) if x.shape[-1:] == weight.shape else None
+            if y is not None:
+                return y
+        x = settle(x)
         if ready is not None and x is ready[0] and (x._version, torch.is_grad_enabled()) == ready[1:3]:
             return ready[3]
         if x.dtype is not weight.dtype or x.shape[-1:] != weight.shape or torch.is_autocast_enabled(x.device.type):
@@ -246,6 +253,10 @@ def gated_forward(own: Callable[..., Any], gate: str, up: str, down: str, activa
         if len(args) != 1 or kwargs or torch.compiler.is_compiling() or differentiates_forward() or not is_as_tried(self):
             return own(self, *args, **kwargs)
         modules = self._modules
+        if half != "1]":
+            y = multiply_gated(modules[packed], None if half else modules[up], args[0], activation)
+            if y is not None:
+                return modules[down](y)
         a, b = modules[packed](args[0]).chunk(2, -1) if half else (modules[gate](args[0]), modules[up](args[0]))
         if half == "1]":
             a, b = b, a

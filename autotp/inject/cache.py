@@ -36,9 +36,12 @@ def find_directory() -> Path | None:
         return None
 
 
-def make_key(model: nn.Module, tp_size: int, head: str, versions: Mapping[str, str]) -> str:
+def make_key(
+    model: nn.Module, tp_size: int, head: str, versions: Mapping[str, str], sequence_parallel: bool | str = False
+) -> str:
     """A hash of all that discovery reads: the live module tree, the config, the request, the libraries and autotp's source."""
-    return _digest(repr([_read_tree(model), _read_config(model), tp_size, head, dict(versions), _read_sources()]))
+    asked = [tp_size, head, sequence_parallel]
+    return _digest(repr([_read_tree(model), _read_config(model), asked, dict(versions), _read_sources()]))
 
 
 def read_plan(key: str) -> Plan | None:

@@ -26,6 +26,7 @@ def describe_plan(plan: Plan, rank: int, width: int | None = None) -> str:
         lines += ["", f"loss and logits: {plan.loss}"]
     forward, backward = plan.collectives
     lines += ["", f"collectives of activations between embedding and head: {forward} forward, {backward} backward"]
+    lines += _describe_tokens(plan)
     if plan.fused:
         kinds = Counter(f"{fusion.describe()}: {fold_name(fusion.name)}" for fusion in plan.fused)
         lines += ["", "fused:", *(f"{what} ({n}x)" if n > 1 else what for what, n in kinds.items())]
@@ -39,6 +40,24 @@ def describe_plan(plan: Plan, rank: int, width: int | None = None) -> str:
     return "\n".join(part for line in lines for part in _wrap_line(line, width))
 
 
+def _describe_tokens(plan: Plan) -> list[str]:
+    """One line a chain: what is dealt between its regions, or why nothing is; nothing where it was not asked for."""
+    if plan.tokens:
+        return [f"tokens: {plan.tokens}"]
+    lines = []
+    for chain in plan.chains:
+        parts = [m.tokens for m in plan.modules if m.tokens is not None and m.tokens.chain == chain.name]
+        counts = {
+            "gathers": sum(bool(part.gathers) for part in parts),
+            "reduce-scatters": sum(part.leaves == "scatter" for part in parts),
+            "outputs dealt": sum(part.leaves == "slice" for part in parts),
+        }
+        said = ", ".join(f"{n / len(chain.layers):.2g} {what}" for what, n in counts.items() if n)
+        when = "" if plan.sequence_parallel is True else " where they are many"
+        lines.append(f"tokens dealt{when} between the regions of {chain.name}: {said} a layer; whole behind {chain.join}")
+    return lines
+
+
 def describe_extras(module: ModulePlan, rank: int) -> str:
     """What is done beside the style, in short: `sums weight; enters hidden_states; num_heads=4; own sizes in 2 calls`."""
     said = [f"{word} {', '.join(names)}" for word, names in (("sums", module.summed), ("rank 0's", module.once)) if names]
@@ -50,6 +69,10 @@ def describe_extras(module: ModulePlan, rank: int) -> str:
     said += [f"{module.norm.kind} norm over {module.norm.width} dealt columns"] if module.norm else []
     said += [_describe_copies(name, shard) for name, shard in module.shards.items() if shard.has_copies]
     said += [f"{name}={values[rank]}" for name, values in module.attrs.items()]
+    if module.tokens is not None:
+        said += [f"gathers tokens of {name}" for name, _ in module.tokens.gathers]
+        said += {"scatter": ["reduce-scatters tokens"], "slice": ["deals its output's tokens"]}.get(module.tokens.leaves, [])
+        said += [f"sums {', '.join(module.tokens.summed)}"] if module.tokens.summed else []
     said += [f"forward {module.forward}"] if module.forward else []
     said += [f"own sizes in {len({fix.span for fix in module.fixes})} calls"] if module.fixes else []
     return "; ".join(said)

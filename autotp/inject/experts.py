@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..kernels.experts import LAYOUTS
 from ..kernels.reference import ACTIVATIONS
 from ..layers.experts import grouped_experts
+from ..layers.pending import settle
 from .forwards import differentiates_forward, is_as_tried
 from .plan import Fusion
 from .trial import HALVES, TOLERANCE, agree, agree_loosely, make_twin, run_twin
@@ -155,7 +156,7 @@ def experts_forward(own: Callable[..., Any], variant: str, *parts: str) -> Calla
     names = _arguments(own)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = {name: settle(value) for name, value in (dict(zip(names, args, strict=False)) | kwargs).items()}
         up, down = getattr(self, form.up), getattr(self, form.down)
         if len(args) + len(kwargs) == len(given) == len(names) and _takes(self, form, up, down, given):
             return form.run(up, down, given)

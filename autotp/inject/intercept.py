@@ -44,10 +44,14 @@ class Interceptor(TorchFunctionMode):
         shadow: Shadow,
         respond: Callable[[Operands, str, Any, tuple, dict], Tensor],
         note: Callable[[Tensor], None] = lambda number: None,
+        drop: Callable[[], None] = lambda: None,
     ) -> None:
-        """`note` is shown every number of floating kind that Python reads, or compares: a branch may hang on it."""
+        """`note` is shown every number of floating kind that Python reads, or compares: a branch may hang on it.
+
+        `drop` is called where the model calls dropout, whatever its rate: nothing is dropped here.
+        """
         super().__init__()
-        self.shadow, self.respond, self.note, self.draws = shadow, respond, note, Draws()
+        self.shadow, self.respond, self.note, self.drop, self.draws = shadow, respond, note, drop, Draws()
 
     def __torch_function__(self, func, types_, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -78,6 +82,7 @@ class Interceptor(TorchFunctionMode):
         if func in SMOOTH and args and args[0].is_floating_point():
             return SMOOTH[func](*args, **kwargs)
         if func in _DROPOUTS:
+            self.drop()
             return args[0]
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
             kwargs = {**kwargs, "dropout_p": 0.0}

@@ -17,7 +17,7 @@ from ..shard import Run, Shard
 from .callsites import ShapeFix
 from .describe import describe_plan, fold_name
 
-__all__ = ["Fusion", "InputPlan", "ModulePlan", "NormPlan", "Plan", "Region", "WholePlan", "fold_name"]
+__all__ = ["Chain", "Fusion", "InputPlan", "ModulePlan", "NormPlan", "Plan", "Region", "TokenPlan", "WholePlan", "fold_name"]
 
 COLUMN_STYLES = ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep")
 ROW_STYLES = ("rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep")
@@ -31,7 +31,7 @@ ATTENTION_STYLES = ("multihead_attention",)  # nn.MultiheadAttention with its ou
 SUM_STYLES = ("replicated_with_grad_allreduce",)
 MISC_STYLES = ("mla_kv_a_proj", "local_params", "replicate", "whole")
 NOT_BUILT_STYLES = {
-    "sequence_parallel": "sequence parallelism is not built yet",
+    "sequence_parallel": "whole; its tokens are dealt if sequence_parallel= asks for it",
     "moe_tp_experts": "stacked experts are not split yet",
     "moe_identity_expert": "stacked experts are not split yet",
     "grouped_gemm": "expert parallelism is not built",
@@ -77,6 +77,44 @@ class NormPlan:
 
 
 @dataclass(frozen=True)
+class TokenPlan:
+    """What a module does in a chain whose tokens are dealt; that its layers are in it is said by the chain.
+
+    Attributes:
+        chain: name of the chain.
+        gathers: arguments whose rows are gathered before forward: `(parameter name, position or None)`.
+        leaves: "scatter" where this row linear's partial sums are reduce-scattered, "slice" where the module's output, which is
+            whole, is dealt on return.
+        summed: names, dotted below it, of parameters that dealt rows read: their gradient is summed over the ranks.
+        draws: dealt rows draw random numbers in it, which are each rank's own.
+    """
+
+    chain: str
+    gathers: tuple[tuple[str, int | None], ...] = ()
+    leaves: str = ""
+    summed: tuple[str, ...] = ()
+    draws: bool = False
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Layers, each of which reads what the one before it returns; between their regions tokens are dealt to the ranks.
+
+    Attributes:
+        name: of the list that holds them; layers: their names in order, the first of which deals the tokens.
+        argument, position: by which a layer takes the hidden states.
+        join: the module whose output is whole again: the last layer, or one behind it; by join_argument it takes them.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    argument: str
+    position: int | None
+    join: str
+    join_argument: tuple[str, int | None]
+
+
+@dataclass(frozen=True)
 class ModulePlan:
     """What one module becomes.
 
@@ -91,6 +129,7 @@ class ModulePlan:
         columns: for a whole linear, `(start, stop)` pairs of output columns that enter sharded computation.
         attrs: attribute -> its value on each rank; "config.name" is read through a view of the module's live config.
         reduce_dtype: dtype name in which partial sums are added up; None for the tensor's own.
+        overlap: a linear's options of layers/overlap.py, by name.
         source: where the line comes from; why: one line for the reader.
         once: parameters kept whole that are added behind a reduced value: read on rank 0 alone, as zeros elsewhere, and their
             gradient, rank 0's, reaches every rank.
@@ -101,6 +140,7 @@ class ModulePlan:
         norm: the module is a norm over a dealt width, and its forward is replaced.
         forward: name of the replacement forward that the module needs; whoever carries the plan out gives the function.
         fixes: calls in the module's own forward, and in what that calls, which write or take another size on each rank.
+        tokens: what it does where tokens are dealt between regions.
     """
 
     name: str
@@ -122,6 +162,8 @@ class ModulePlan:
     norm: NormPlan | None = None
     forward: str | None = None
     fixes: tuple[ShapeFix, ...] = ()
+    overlap: dict[str, Any] = field(default_factory=dict)
+    tokens: TokenPlan | None = None
 
     def __post_init__(self) -> None:
         # Lists would come back from JSON as tuples: one spelling, so that plans compare equal.
@@ -196,6 +238,8 @@ class Plan:
         versions: library versions it was made with.
         proof: "proved", or why it could not be.
         fused: what runs as one kernel; `dataclasses.replace(plan, fused=())` runs everything as the model is written.
+        sequence_parallel: False, True (tokens are dealt where there are as many as ranks) or "auto" (where they are many enough).
+        chains: the layers between whose regions tokens are dealt; tokens: why there are none, if they were asked for.
     """
 
     tp_size: int
@@ -210,6 +254,9 @@ class Plan:
     versions: dict[str, str] = field(default_factory=dict)
     proof: str = ""
     fused: tuple[Fusion, ...] = ()
+    sequence_parallel: bool | str = False
+    chains: tuple[Chain, ...] = ()
+    tokens: str = ""
 
     def __getitem__(self, name: str) -> ModulePlan:
         return self.by_name[name]
@@ -283,13 +330,16 @@ class Plan:
                 norm = entry.pop("norm")
                 norm = None if norm is None else NormPlan(**norm)
                 fixes = tuple(ShapeFix.from_json(fix) for fix in entry.pop("fixes", ()))
-                own = {"shards": shards, "attrs": attrs, "inputs": inputs, "norm": norm, "fixes": fixes}
+                tokens = entry.pop("tokens", None)
+                tokens = None if tokens is None else TokenPlan(**{k: _tuples(v) for k, v in tokens.items()})
+                own = {"shards": shards, "attrs": attrs, "inputs": inputs, "norm": norm, "fixes": fixes, "tokens": tokens}
                 modules.append(ModulePlan(**{k: _tuples(v) for k, v in entry.items()}, **own))
             regions = tuple(Region(**{k: _tuples(v) for k, v in entry.items()}) for entry in data["regions"])
             whole = tuple(WholePlan(**entry) for entry in data["whole"])
             fused = tuple(Fusion(**{k: _tuples(v) for k, v in entry.items()}) for entry in data.pop("fused", ()))
+            chains = tuple(Chain(**{k: _tuples(v) for k, v in entry.items()}) for entry in data.pop("chains", ()))
             rest = {k: _tuples(v) for k, v in data.items() if k not in ("modules", "regions", "whole")}
-            return cls(modules=tuple(modules), regions=regions, whole=whole, fused=fused, **rest)
+            return cls(modules=tuple(modules), regions=regions, whole=whole, fused=fused, chains=chains, **rest)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"this is not a plan that Plan.to_json wrote: {error!r}") from error
 
@@ -316,6 +366,7 @@ class Plan:
 
         Forward: one where partial sums leave a row linear or a module, one where a column linear's output is gathered. Backward:
         one for each group of siblings' input, for an argument and for columns that enter, one where a whole input was split.
+        Where tokens are dealt, reduce-scatters are counted in the all-reduces' place, and the all-gathers that come with them.
         Neither the statistics of dealt norms (a number a token) nor gradients of parameters are counted.
         """
         modules = [m for m in self.modules if m.name != self.head]
@@ -325,6 +376,9 @@ class Plan:
         backward = len({m.siblings for m in modules if m.siblings}) + sum(entry.sums for m in modules for entry in m.inputs)
         backward += sum(m.style in SPLITTING_STYLES for m in modules) + sum(bool(m.columns) for m in modules)
         backward += attentions
+        tokens = [m.tokens for m in self.modules if m.tokens is not None]
+        forward += len(self.chains) + sum(bool(t.gathers) for t in tokens)
+        backward += len(self.chains) + sum(bool(t.leaves) for t in tokens)
         return forward, backward
 
 

@@ -41,6 +41,7 @@ def prove(shadow: Shadow, plan: Plan, references: Sequence[Reference], rewrite: 
         ProofError: naming the first site, tensor or parameter that differs, on which rank and by how much.
     """
     inner = leave_out(plan, lambda module: module.style in ATTENTION_STYLES)  # torch's own attention has a rule of its own
+    inner = replace(inner, sequence_parallel=bool(inner.chains))  # few as the tokens are
     locals_ = [cut_shadow(shadow, inner.shards, rank) for rank in range(plan.tp_size)]
     threads = ThreadRanks(plan.tp_size)
     for rank, local in enumerate(locals_):
@@ -62,9 +63,10 @@ def try_rewrite(shadow: Shadow, plan: Plan, rewrite: Rewrite) -> None:
 
 
 def leave_out(plan: Plan, which: Callable[[ModulePlan], bool]) -> Plan:
-    """The plan less some modules, and less the regions whose rows they are."""
-    modules = tuple(m for m in plan.modules if not which(m))
-    kept = {m.name for m in modules}
+    """The plan less some modules but for their tokens, and less the regions whose rows they are."""
+    kept = {m.name for m in plan.modules if not which(m)}
+    dealt = (m if m.name in kept else ModulePlan(m.name, "local_params", tokens=m.tokens) for m in plan.modules)
+    modules = tuple(m for m in dealt if m.name in kept or m.tokens is not None)
     regions = tuple(r for r in plan.regions if set(r.rows) <= kept)
     return replace(plan, modules=modules, regions=regions, head=plan.head if plan.head in kept else None)
 

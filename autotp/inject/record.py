@@ -108,6 +108,8 @@ class Record:
     module_calls: dict[str, list[ModuleCall]] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
     numbers: list[Tensor] = field(default_factory=list)  # that Python read or compared
+    # Where dropout was called: which modules ran, outermost first, and how many sites had been called.
+    dropouts: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
 
 
 class Recorder:
@@ -130,10 +132,13 @@ class Recorder:
             keep_state(self.shadow.model),
             self._hooks(),
             running(),
-            Interceptor(self.shadow, self._respond, self.record.numbers.append),
+            Interceptor(self.shadow, self._respond, self.record.numbers.append, self._drop),
         ):
             output = self.shadow.model(**call)
         self.record.outputs += [t for t in flatten(output) if t.is_floating_point()]
+
+    def _drop(self) -> None:
+        self.record.dropouts.append((tuple(self.stack), len(self.record.order)))
 
     def _respond(self, op: Operands, name: str, func: Any, args: tuple, kwargs: dict) -> Tensor:
         parameter = self.shadow.parameters[name]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.norm import add_norm
+from ..layers.pending import PendingSum
 from .forwards import differentiates_forward, is_as_tried
 from .plan import Fusion
 from .source import Rewrite, find_functions, place_of, rewrite_methods
@@ -95,6 +96,8 @@ def add_before(norm: Any, a: Any, b: Any) -> Any:
     how = getattr(getattr(type(norm), "forward", None), "fused_norm", None)
     if how is None or torch.compiler.is_compiling() or not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return a + b
+    if isinstance(a, PendingSum) or isinstance(b, PendingSum):
+        return a + b  # the norm is computed with the sum over the ranks, when it is called
     if norm._forward_pre_hooks or "forward" in norm.__dict__ or differentiates_forward() or not is_as_tried(norm):
         return a + b  # hooks may bring its weight, or change its input
     weight = norm.weight

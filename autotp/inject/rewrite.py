@@ -16,11 +16,14 @@ from ..checkpoint.save import save_pretrained
 from ..checkpoint.source import ModuleSource, take_part
 from ..comm import TPGroup, resolve_group
 from ..errors import AutoTPError, PlanError
+from ..generation.engine import PLACE
+from ..generation.install import install_generation
 from ..layers.attention import restore_fast_paths
 from ..layers.base import check_usable, find_group, index_parameters, mark_broken, sharded_modules
 from ..layers.entry import install_entry, remove_entry
 from ..layers.guards import install_guards, mark_model, unmark_model
 from ..layers.siblings import lay_siblings
+from ..layers.token_modules import watch_owners
 from .assemble import read_versions
 from .attributes import restore_attributes
 from .block import fuse_modules
@@ -30,7 +33,7 @@ from .forwards import Forward, remove_forward
 from .hints import spell
 from .load import build_empty, find_checkpoint, find_dtype, read_kept_plan
 from .plan import Plan
-from .rules import hints_of, make_plan, reuse_plan
+from .rules import check_mode, hints_of, make_plan, reuse_plan
 from .swap import make_plain, rewrite_modules
 
 
@@ -62,7 +65,8 @@ def parallelize(
             `{..: {"forward": function}}`; proved like all else, see `make_plan`.
         timeout_s: seconds after which a rank that does not arrive is named.
         inputs: example calls for discovery and proof; see `make_plan`.
-        sequence_parallel, precision: not built yet; anything but the default raises.
+        sequence_parallel: True deals the tokens to the ranks between regions; "auto" where they are many; see `make_plan`.
+        precision: not built yet; anything but the default raises.
 
     Returns:
         `model` itself.
@@ -70,8 +74,9 @@ def parallelize(
     Raises:
         AutoTPError: before anything is changed: no group, a plan that does not fit, ranks that differ, an option not built.
     """
-    refuse_unbuilt(sequence_parallel=sequence_parallel, precision=precision)
+    refuse_unbuilt(precision=precision)
     check_options(logits)
+    check_mode(sequence_parallel)
     if find_group(model) is not None:
         raise PlanError(f"this {type(model).__name__} is parallelized already; autotp.unshard(model) makes it plain again")
     check_usable(model)
@@ -80,7 +85,7 @@ def parallelize(
     with group.together("making the plan"):
         if any(p.is_meta for p in model.parameters()):
             raise PlanError("the model has parameters on meta, which hold no weights: use autotp.from_pretrained(path)")
-    made, forwards = plan_together(model, group, plan, head, inputs, attrs)
+    made, forwards = plan_together(model, group, plan, head, inputs, attrs, sequence_parallel)
     with group.together("checking memory"):
         check_memory(made, group, model)
     check_agreement(group, digest_weights(model))
@@ -121,8 +126,9 @@ def from_pretrained(
         CheckpointError: a file is missing, truncated or does not fit the model.
         AutoTPError: as `parallelize`.
     """
-    refuse_unbuilt(sequence_parallel=sequence_parallel, precision=precision)
+    refuse_unbuilt(precision=precision)
     check_options(logits)
+    check_mode(sequence_parallel)
     group = resolve_group(group_or_mesh, timeout_s)
     group.arrive("from_pretrained")
     with group.together("reading the checkpoint's headers"):
@@ -133,9 +139,10 @@ def from_pretrained(
     with source:
         with group.together("making the plan"):
             model = build_empty(source, wanted, trust_remote_code)
-            asked = plan != "auto" or head != "auto" or inputs is not None or attrs is not None
+            asked = plan != "auto" or head != "auto" or inputs is not None or attrs is not None or sequence_parallel
             kept = None if asked else read_kept_plan(model, source, group.tp_size)
-        made, forwards = plan_together(model, group, plan, head, inputs, attrs, kept)
+        made, forwards = plan_together(model, group, plan, head, inputs, attrs, sequence_parallel, kept)
+        check_agreement(group, source.digest())
         fill_from_source(model, made, source, group)
     finish_rewrite(model, made, group, logits, forwards)
     return model.eval()
@@ -165,13 +172,20 @@ def unshard(model: nn.Module) -> nn.Module:
         restore_attributes(module)
         remove_fixes(module)
         remove_forward(module)
-    for note in ("autotp_plan", "autotp_group"):
+    for note in ("autotp_plan", "autotp_group", PLACE):
         model.__dict__.pop(note, None)
     return model
 
 
 def plan_together(
-    model: nn.Module, group: TPGroup, plan: Any, head: str, inputs: Any, attrs: Any, kept: Plan | None = None
+    model: nn.Module,
+    group: TPGroup,
+    plan: Any,
+    head: str,
+    inputs: Any,
+    attrs: Any,
+    sequence_parallel: bool | str = False,
+    kept: Plan | None = None,
 ) -> tuple[Plan, dict[str, Forward]]:
     """The plan that rank 0 makes and proves, and the forwards that it needs, on every rank; all must have asked for the same.
 
@@ -181,12 +195,14 @@ def plan_together(
         AutoTPError: rank 0 could make none, or ranks asked for different ones.
     """
     asked = plan.digest() if isinstance(plan, Plan) else repr(spell(plan))
-    check_alike(group, {"plan= arguments": asked, "head= arguments": head, "attrs= arguments": repr(spell(attrs))})
+    given = {"head= arguments": head, "attrs= arguments": repr(spell(attrs)), "sequence_parallel= arguments": sequence_parallel}
+    check_alike(group, {"plan= arguments": asked, **given})
     made = failure = None
     if group.tp_rank == 0:
         try:
             reused = None if kept is None else reuse_plan(model, group.tp_size, kept)
-            made = (reused or make_plan(model, group.tp_size, plan, head, inputs, attrs=attrs)).to_json()
+            made = reused or make_plan(model, group.tp_size, plan, head, inputs, "whole", attrs, sequence_parallel)
+            made = made.to_json()
         except Exception as error:  # every rank has to hear of it
             failure = error
         gc.collect()  # what the proof ran on refers to itself: gone before the weights come
@@ -256,6 +272,8 @@ def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str, fo
     lay_siblings(model)
     model.__dict__["autotp_plan"], model.__dict__["autotp_group"] = plan, group
     install_entry(model, group, plan.head, plan.loss, logits)
+    model.__dict__["autotp_entry"].handles += watch_owners(model)
     install_guards(save=save_pretrained)
+    install_generation()
     mark_model(model, group)
     index_parameters(model)

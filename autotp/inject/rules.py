@@ -27,12 +27,13 @@ from .forwards import prove_forward
 from .hints import Hints, check_given, check_used, read_hints
 from .plan import ModulePlan, Plan, Region
 from .prove import prove, try_rewrite
-from .reduce import Reduction, find_reduction
-from .runs import Runs, record_runs
+from .reduce import find_reduction, keep_modules, member_plans
+from .runs import Runs, record_runs, uneven_shapes
 from .shadow import Shadow, empty_weights
 from .specs import Spec, expand_names, read_hf_plan, read_spec
 from .swap import rewrite_modules
 from .threads import one_core
+from .tokens import deal_tokens, without_tokens
 
 MOST_CALLS = 4  # of a module in one run of the model, to compare a replacement forward on
 
@@ -47,6 +48,7 @@ def make_plan(
     inputs: Any = None,
     few_units: str = "whole",
     attrs: Any = None,
+    sequence_parallel: bool | str = False,
 ) -> Plan:
     """The plan for a model over `tp_size` ranks; touches no weight, so a config or a model on meta will do.
 
@@ -54,7 +56,8 @@ def make_plan(
         model_or_config: the model, or a transformers config (its class is then built on meta).
         tp_size: number of ranks.
         plan: "auto" to find it in the model itself; "hf" for the model's own Hugging Face plan; a dict of names or patterns to
-            a style or to `{style, parts, unit, attrs, forward, reduce_dtype}`; or a `Plan`. Each is proved.
+            a style or to `{style, parts, unit, attrs, forward, reduce_dtype}` with any option of layers/overlap.py; or a `Plan`.
+            Each is proved.
         head: "auto" splits the vocabulary of embedding and head; "whole" leaves the head (and a tied embedding) whole.
         inputs: example calls (keyword arguments of forward, or a list of them) that together run every part to be split;
             None makes them from the signature and the config of a transformers model.
@@ -63,6 +66,8 @@ def make_plan(
         attrs: hints for odd forward code, module name, pattern or class -> attribute ("config.name" too) -> its value on each
             rank; what is not given is searched for. "forward" -> a function `(module, ...)` that stands for the module's own
             forward: it is proved to compute the same, and a plan notes its name alone, so it is given again beside the plan.
+        sequence_parallel: True deals the tokens to the ranks between regions, in every forward of as many tokens as ranks but
+            for decoding steps; "auto" where there are many, if it proves. A `Plan` that deals them keeps what it says.
 
     Raises:
         PlanError: what the plan names does not exist, is half a pair, or can't be dealt to `tp_size` ranks.
@@ -74,8 +79,14 @@ def make_plan(
         raise PlanError(f"head={head!r} is neither 'auto' nor 'whole'")
     if few_units not in ("whole", "refuse"):
         raise PlanError(f"few_units={few_units!r} is neither 'whole' nor 'refuse'")
+    check_mode(sequence_parallel)
     model = build_on_meta(model_or_config) if isinstance(model_or_config, PreTrainedConfig) else model_or_config
-    made = _make_plan(model, tp_size, plan, head, inputs, attrs)
+    made = _make_plan(model, tp_size, plan, head, inputs, attrs, sequence_parallel)
+    if sequence_parallel is True and made.tokens and tp_size > 1:
+        raise PlanError(
+            f"sequence_parallel=True, but the tokens of {made.model} are {made.tokens}. Pass sequence_parallel='auto' to leave "
+            f"them whole there, or False."
+        )
     if isinstance(plan, Plan):
         check_fusions(model, plan)
     elif not made.fused:  # it was not kept
@@ -92,7 +103,15 @@ def reuse_plan(model: nn.Module, tp_size: int, plan: Plan) -> Plan | None:
     return plan if _still_proves(model, plan, tp_size) else None
 
 
-def _make_plan(model: nn.Module, tp_size: int, plan: Any, head: str, inputs: Any, attrs: Any) -> Plan:
+def check_mode(sequence_parallel: Any) -> None:
+    """Raise for a value of `sequence_parallel` that is none."""
+    if not isinstance(sequence_parallel, bool) and sequence_parallel != "auto":
+        raise PlanError(f"sequence_parallel={sequence_parallel!r} is none of True, False, 'auto'")
+
+
+def _make_plan(
+    model: nn.Module, tp_size: int, plan: Any, head: str, inputs: Any, attrs: Any, sequence_parallel: bool | str
+) -> Plan:
     hints = hints_of(model, tp_size, plan, attrs)
     if isinstance(plan, Plan):
         check_plan(model, plan, tp_size)
@@ -100,8 +119,8 @@ def _make_plan(model: nn.Module, tp_size: int, plan: Any, head: str, inputs: Any
         made = list_whole(model, plan)
     elif plan == "auto" if isinstance(plan, str) else False:
         if inputs is None and tp_size > 1 and not hints:
-            return _find_kept(model, tp_size, head)
-        return _discover(model, tp_size, head, inputs, hints)
+            return _find_kept(model, tp_size, head, sequence_parallel)
+        return _deal(model, _discover(model, tp_size, head, inputs, hints), inputs, hints, sequence_parallel)
     elif plan == "hf" if isinstance(plan, str) else False:
         specs = expand_names(model, {key: {"style": style} for key, style in read_hf_plan(model).items()}, source="hf")
         made = assemble_specs(model, tp_size, specs, head, "hf", hints)
@@ -110,7 +129,29 @@ def _make_plan(model: nn.Module, tp_size: int, plan: Any, head: str, inputs: Any
     else:
         raise PlanError(f"plan={plan!r} is not 'auto', 'hf', a dict of names to styles, or a Plan")
     check_ties(model, made)
-    return _prove_given(model, made, inputs, hints)
+    proved = _prove_given(model, made, inputs, hints)
+    return proved if proved.chains else _deal(model, proved, inputs, hints, sequence_parallel)
+
+
+def _deal(model: nn.Module, plan: Plan, inputs: Any, hints: Hints, sequence_parallel: bool | str) -> Plan:
+    """`plan`, proved, with tokens dealt between its regions if that is asked for, and proves."""
+    plan = replace(plan, sequence_parallel=sequence_parallel, tokens="")
+    if not sequence_parallel:
+        return plan
+    if plan.tp_size == 1 or not plan.regions or not plan.proof.startswith("proved"):
+        why = "there is one rank" if plan.tp_size == 1 else "nothing between which to deal them is split and proved"
+        return replace(plan, tokens=f"not dealt: {why}")
+    try:
+        runs, kept = _record_kept(model, plan, inputs, hints, dealt=True)
+    except PlanError as error:
+        return replace(plan, tokens=f"not dealt: {error}")
+    references, rewrite = runs.references(), partial(rewrite_modules, forwards=hints.forwards)
+
+    def check(part: Plan, whole: Plan) -> None:
+        prove(runs.shadow, part, references, rewrite)
+        _prove_as_trained(whole, runs, rewrite)
+
+    return deal_tokens(plan, runs, kept, check)
 
 
 def hints_of(model: nn.Module, tp_size: int, plan: Any, attrs: Any) -> Hints:
@@ -131,14 +172,15 @@ def read_specs(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Spec]:
     return expand_names(model, {key: read_spec(key, value) for key, value in plan.items()}, source="caller")
 
 
-def _find_kept(model: nn.Module, tp_size: int, head: str) -> Plan:
+def _find_kept(model: nn.Module, tp_size: int, head: str, sequence_parallel: bool | str) -> Plan:
     """The plan that was discovered for such a model before, if it still proves; else one discovered now, and kept."""
-    key = make_key(model, tp_size, head, read_versions())
+    key = make_key(model, tp_size, head, read_versions(), sequence_parallel)
     kept = read_plan(key)
     if kept is not None and _still_proves(model, kept, tp_size):
         return kept
     drop_plan(key)
-    made = replace(_discover(model, tp_size, head, None, Hints()), fused=find_fusions(model))
+    made = _deal(model, _discover(model, tp_size, head, None, Hints()), None, Hints(), sequence_parallel)
+    made = replace(made, fused=find_fusions(model))
     write_plan(key, made)
     return made
 
@@ -262,7 +304,7 @@ def _prove_as_trained(plan: Plan, runs: Runs, rewrite: Callable[..., None]) -> N
         prove(again.shadow, keep_modules(plan, again.reduction) or plan, references, rewrite)
     except ProofError as error:
         try:
-            prove(again.shadow, replace(plan, modules=(), regions=()), references, rewrite)
+            prove(again.shadow, replace(plan, modules=(), regions=(), chains=()), references, rewrite)
         except ProofError:  # the whole model does not compute the same twice: rows that are masked altogether, say
             return
         name = getattr(getattr(runs.recording.model, "config", None), "_attn_implementation", None)
@@ -271,6 +313,24 @@ def _prove_as_trained(plan: Plan, runs: Runs, rewrite: Callable[..., None]) -> N
             f"({name}): {error}. Load the model with attn_implementation='eager', or leave whole what its forward reads "
             f"in training alone (a plan of your own, plan={{...}})."
         ) from error
+
+
+def _record_kept(model: nn.Module, plan: Plan, inputs: Any, hints: Hints, dealt: bool) -> tuple[Runs, Plan]:
+    """The example calls, on a few layers where these stand for the others in `plan` too, and what it says of those.
+
+    Args:
+        dealt: some of the calls have tokens that can't be dealt evenly.
+    """
+    shapes = uneven_shapes(model, plan.tp_size) if dealt else None
+    runs = record_runs(model, inputs, forwards=hints.forwards, shapes=shapes)
+    kept = keep_modules(plan, runs.reduction)
+    if kept is None or runs.reduction.crosses(plan.regions):  # layers that are not planned each by itself are all run
+        runs = record_runs(model, inputs, False, hints.forwards, shapes=shapes)
+        kept = keep_modules(plan, runs.reduction)
+    if kept is None:  # members of what a forward picks from differ: each kind of them has to run
+        runs = record_runs(model, inputs, False, hints.forwards, lambda name: repr(member_plans(plan, name)), shapes)
+        kept = keep_modules(plan, runs.reduction) or plan
+    return runs.with_cut_maps(kept), kept
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:
@@ -298,21 +358,15 @@ def _prove_given(model: nn.Module, plan: Plan, inputs: Any, hints: Hints) -> Pla
 def _prove_on_calls(model: nn.Module, plan: Plan, inputs: Any, hints: Hints) -> Plan:
     """As `_prove_given`, for a plan whose modules are known to take their parts."""
     try:
-        runs = record_runs(model, inputs, forwards=hints.forwards)
-        kept = keep_modules(plan, runs.reduction)
-        if kept is None or runs.reduction.crosses(plan.regions):  # layers that are not planned each by itself are all run
-            runs = record_runs(model, inputs, False, hints.forwards)
-            kept = keep_modules(plan, runs.reduction)
-        if kept is None:  # members of what a forward picks from differ: each kind of them has to run
-            runs = record_runs(model, inputs, False, hints.forwards, lambda name: repr(_member_plans(plan, name)))
-            kept = keep_modules(plan, runs.reduction) or plan
+        runs, kept = _record_kept(model, plan, inputs, hints, dealt=bool(plan.chains))
     except PlanError as error:
         if inputs is not None:
             raise
         return replace(plan, proof=f"not proved: {error}")
-    rewrite, runs = partial(rewrite_modules, forwards=hints.forwards), runs.with_cut_maps(kept)
+    rewrite, references = partial(rewrite_modules, forwards=hints.forwards), runs.references()
     try:
-        prove(runs.shadow, kept, runs.references(), rewrite)
+        for part in (without_tokens(kept), kept) if kept.chains else (kept,):  # few tokens are not dealt
+            prove(runs.shadow, part, references, rewrite)
     except ProofError as error:
         raise ProofError(
             f"the plan does not compute what {type(model).__name__} does: {error}. Every linear that meets the split ones must "
@@ -327,26 +381,6 @@ def _prove_on_calls(model: nn.Module, plan: Plan, inputs: Any, hints: Hints) -> 
                 f"inputs= that reach it"
             )
     return replace(plan, proof="proved" if not unrun else f"proved but for what no example call runs: {', '.join(unrun)}")
-
-
-def _member_plans(plan: Plan, name: str) -> list[ModulePlan]:
-    """What a plan says of module `name` and those in it, by their names in there."""
-    inside = [m for m in plan.modules if m.name == name or m.name.startswith(f"{name}.")]
-    return [_compared(replace(m, name=m.name[len(name) :])) for m in inside]
-
-
-def _compared(module: ModulePlan) -> ModulePlan:
-    return replace(module, siblings=None if module.siblings is None else "", source="", why="")
-
-
-def keep_modules(plan: Plan, reduction: Reduction) -> Plan | None:
-    """The part of a plan that is about kept layers; None if it says something else about layers that they stand for."""
-    kept = {m.name: m for m in plan.modules if reduction.holds(m.name)}
-    regions = tuple(r for r in plan.regions if all(map(reduction.holds, (r.scope, *r.columns, *r.rows))))
-    grown, _ = reduction.expand(kept, ())
-    if {n: _compared(m) for n, m in grown.items()} != {m.name: _compared(m) for m in plan.modules}:
-        return None
-    return replace(plan, modules=tuple(kept.values()), regions=regions)
 
 
 def build_on_meta(config: PreTrainedConfig) -> nn.Module:

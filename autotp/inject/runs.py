@@ -89,6 +89,7 @@ def record_runs(
     reduce: bool = True,
     forwards: Mapping[str, Forward] | None = None,
     tell: Callable[[str], Any] | None = None,
+    shapes: Sequence[tuple[int, int]] | None = None,
 ) -> Runs:
     """Record the example calls `inputs` (a call's keyword arguments, or a list of them), or calls made from the signature.
 
@@ -96,6 +97,7 @@ def record_runs(
         reduce: whether layers may stand for others.
         forwards: they stand for those of the modules that they are named by.
         tell: of a module's name, what like modules must have in common to share one where a forward runs only some of them.
+        shapes: batch and length of each set of calls that are made here; None for the usual ones.
 
     Raises:
         PlanError: no call runs.
@@ -103,7 +105,7 @@ def record_runs(
     reduction = find_reduction(model) if reduce else Reduction({})
     if inputs is not None:
         inputs = read_inputs(inputs)
-    recording = Recording(model, inputs, forwards or {})
+    recording = Recording(model, inputs, forwards or {}, shapes=shapes)
     left = [reduction, replace(reduction, emptied=False), Reduction({})] if reduction else [reduction]
     while True:
         chosen = left.pop(0)
@@ -124,6 +126,7 @@ class Recording:
         as_trained: in training mode, without dropout, and with the attention implementation that the model's config names;
             otherwise in evaluation, attention as plain arithmetic.
         transparent: names of linear maps that are seen as plain Parameters.
+        shapes: batch and length of each set of calls; None for the usual ones.
     """
 
     model: nn.Module
@@ -131,6 +134,7 @@ class Recording:
     forwards: Mapping[str, Forward]
     as_trained: bool = False
     transparent: frozenset[str] = frozenset()
+    shapes: Sequence[tuple[int, int]] | None = None
 
     def run_shared(self, reduction: Reduction, tell: Callable[[str], Any] | None) -> Runs:
         """The calls, like modules sharing a few where not all of them ran."""
@@ -178,12 +182,23 @@ class Recording:
             for call in self.inputs:
                 run(dict(call))
         else:
-            wide = sum(parameter.numel() for parameter in self.model.parameters()) > WIDE
-            for seed, (batch, length) in enumerate(WIDE_SHAPES if wide else SHAPES):
+            for seed, (batch, length) in enumerate(self.shapes or usual_shapes(self.model)):
                 first = len(calls)
                 make_examples(self.model, batch, length, seed, run, lambda first=first: runs_like(shadow, records[first:]))
                 drop_repeats(calls, records, first)
         return Runs(shadow, reduction, calls, records, self)
+
+
+def usual_shapes(model: nn.Module) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Batch and length of the two sets of example calls of a model."""
+    return WIDE_SHAPES if sum(parameter.numel() for parameter in model.parameters()) > WIDE else SHAPES
+
+
+def uneven_shapes(model: nn.Module, tp_size: int) -> tuple[tuple[int, int], ...]:
+    """The same, but such that the tokens of one set can't be dealt evenly to `tp_size` ranks, and there are more than ranks."""
+    first, second = usual_shapes(model)
+    batches = ((batch, second[1] + more) for more in range(64) for batch in (3, 2))
+    return first, next((b, n) for b, n in batches if b * n > tp_size and (b * n) % tp_size)
 
 
 def read_inputs(inputs: Any) -> list[Mapping[str, Any]]:

@@ -35,11 +35,14 @@ from ..layers.linear import (
     set_linear_sizes,
 )
 from ..layers.norm import install_norm
+from ..layers.overlap import OPTIONS, set_options
 from ..layers.region import Border, Entry, install_region
 from ..layers.siblings import SiblingInput
+from ..layers.tokens import TokenStream
 from . import plan as styles
 from .attributes import set_attributes
 from .callsites import apply_fixes, remove_fixes
+from .chains import find_stream, rewrite_chain
 from .forwards import Forward, find_forward, replace_forward
 from .plan import ModulePlan, Plan
 
@@ -60,7 +63,7 @@ EMBEDDINGS = {
 }
 
 # Instance attributes that the rewrite sets: on every rewritten module, and on linears, convolutions and embeddings alone.
-STATE = ("tp", "shards", "full_name", "owned_indices", "autotp_border", "autotp_norm")
+STATE = ("tp", "shards", "full_name", "owned_indices", "autotp_border", "autotp_norm", "autotp_tokens")
 LINEAR_STATE = (
     "run",
     "copied",
@@ -73,6 +76,8 @@ LINEAR_STATE = (
     "reduce_dtype",
     "columns",
     "keep_sharded",
+    "tokens",
+    *OPTIONS,
 )
 
 
@@ -87,13 +92,17 @@ def rewrite_modules(model: nn.Module, plan: Plan, group: TPGroup, forwards: Mapp
         if entry.siblings:
             members[entry.siblings] = members.get(entry.siblings, 0) + 1
     dtypes = {entry.siblings: _dtype(entry) for entry in plan.modules if entry.siblings}
-    shared = {key: SiblingInput(group, count, dtypes[key]) for key, count in members.items()}
+    streams = {chain.name: TokenStream(group, plan.sequence_parallel) for chain in plan.chains}
+    inside = {entry.siblings: find_stream(plan, streams, entry.name) for entry in plan.modules if entry.siblings}
+    shared = {key: SiblingInput(group, count, dtypes[key], inside[key]) for key, count in members.items()}
     for entry in plan.modules:
         module = model.get_submodule(entry.name)
         if entry.forward is not None:
             replace_forward(module, entry.name, find_forward(forwards or {}, entry.name, entry.forward))
-        rewrite_module(module, entry, plan, group, shared)
+        rewrite_module(module, entry, plan, group, shared, find_stream(plan, streams, entry.name))
     disable_fast_paths(model)
+    for chain in plan.chains:
+        rewrite_chain(model, chain, plan, group, streams[chain.name])
     last = {plan[name].siblings: region for region in plan.regions for name in region.columns if name in plan.by_name}
     for region in plan.regions:
         ended = tuple(shared[key] for key, until in last.items() if key is not None and until is region)
@@ -103,7 +112,9 @@ def rewrite_modules(model: nn.Module, plan: Plan, group: TPGroup, forwards: Mapp
                 row.ends = ended  # type: ignore[assignment]
 
 
-def rewrite_module(module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, shared: Shared) -> None:
+def rewrite_module(
+    module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, shared: Shared, stream: TokenStream | None = None
+) -> None:
     """Turn one module into what its plan says: its own source and attributes, a forward of one kind, what surrounds that.
 
     Raises:
@@ -125,7 +136,7 @@ def rewrite_module(module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, s
         raise PlanError(
             f"{entry.name}: as {entry.style} it gets a forward of its own, and can't have {entry.forward}: leave it out"
         )
-    border = make_border(module, entry, group.tp_rank)
+    border = make_border(module, entry, group.tp_rank, stream)
     if wanted or border or entry.shards:
         check_names(module, entry.name)
     if entry.fixes:
@@ -136,7 +147,7 @@ def rewrite_module(module: Any, entry: ModulePlan, plan: Plan, group: TPGroup, s
         install_region(module, group, entry.shards, entry.name, border)
 
 
-def make_border(module: nn.Module, entry: ModulePlan, rank: int) -> Border:
+def make_border(module: nn.Module, entry: ModulePlan, rank: int, stream: TokenStream | None = None) -> Border:
     """What is to happen around the module's forward on `rank`; a linear sums the gradients of its copies itself."""
     check_inputs(module, entry)
     entries = tuple(
@@ -145,7 +156,7 @@ def make_border(module: nn.Module, entry: ModulePlan, rank: int) -> Border:
     copied = [name for name, shard in entry.shards.items() if name in module._parameters and shard.copied is not None]
     if entry.style in ROLES and isinstance(module, nn.Linear | Conv1D):
         copied = []
-    return Border(entry.summed, entry.once, (*copied, *entry.copied), entries, entry.outputs, _dtype(entry))
+    return Border(entry.summed, entry.once, (*copied, *entry.copied), entries, entry.outputs, _dtype(entry), stream)
 
 
 def check_inputs(module: nn.Module, entry: ModulePlan) -> None:
@@ -230,6 +241,7 @@ def install_matmul(module: Any, entry: ModulePlan, group: TPGroup, shared: Share
     elif isinstance(module, nn.Linear | Conv1D):
         layer = (CONV1DS if isinstance(module, Conv1D) else LINEARS)[role]
         rewrite_linear(module, layer, group, entry.shards, entry.name, _dtype(entry))
+        set_options(module, entry.overlap)
     else:
         raise PlanError(f"{entry.name} is a {type(module).__name__}, which has no {style} form: leave it out of the plan")
     state = module.__dict__

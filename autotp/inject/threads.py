@@ -67,6 +67,15 @@ class ThreadGroup(TPGroup):
     def all_gather(self, local: Tensor, shard: Shard) -> Tensor:
         return shard.join(self.threads.exchange(self.tp_rank, local.detach().clone()))
 
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        values = self.threads.exchange(self.tp_rank, rows.detach().clone())
+        if any(value.shape != rows.shape for value in values):
+            raise ProofError(f"ranks gather rows of shapes {[list(value.shape) for value in values]} together")
+        return torch.cat(values)
+
+    def reduce_scatter_rows(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return self.all_reduce(rows).chunk(self.tp_size)[self.tp_rank].clone()
+
 
 class SoloGroup(TPGroup):
     """One rank of several, running alone: its reductions return what they are given."""

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import KernelUnsupported
-from . import fused_torch, grouped, reference, reference_experts
+from . import fused_torch, grouped, reference, reference_decode, reference_experts
 
 VARIABLE = "AUTOTP_BACKEND"
 WIDEST_ROW = 16384  # columns that a Triton norm holds in registers; from about twice as many the backward spills
+MOST_ELEMENTWISE = 4  # rows of a product that is not run on matrix units
 _asked = ContextVar("asked", default=True)  # whether AUTOTP_BACKEND is read
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Problem(NamedTuple):
         weight_dtype: dtype of the weight, None without one.
         bias: whether there is one.
         aligned: whether addresses and row lengths are multiples of 16 bytes.
+        outputs: N of a product.
     """
 
     op: str
@@ -51,6 +53,7 @@ class Problem(NamedTuple):
     weight_dtype: torch.dtype | None = None
     bias: bool = False
     aligned: bool = True
+    outputs: int = 0
 
 
 def _never(problem: Problem) -> list[str]:
@@ -109,6 +112,23 @@ def _rather_not_triton_norm(problem: Problem) -> list[str]:
     return rather_not_triton(problem) + ["a row of 1 has nothing but rounding to it"] * (problem.width == 1)
 
 
+def _why_not_few_rows(problem: Problem) -> list[str]:
+    against = why_not_triton(problem._replace(rows=max(1, problem.rows)))
+    if problem.dtype is torch.float32 and problem.rows > MOST_ELEMENTWISE:
+        against.append(f"more than {MOST_ELEMENTWISE} rows in float32 want matrix units of another precision")
+    return against
+
+
+def _rather_not_linear_few(problem: Problem) -> list[str]:
+    # Measured on an H200: up to 2 rows ours reads faster at every shape, beyond that with a gate or very many outputs.
+    slower = problem.rows > 2 and not problem.kind and problem.outputs < 32768
+    return rather_not_triton(problem) + [f"cuBLAS reads the weights of {problem.rows} rows faster"] * slower
+
+
+def _rather_not_few_rows(problem: Problem) -> list[str]:
+    return _why_not_few_rows(problem) + rather_not_triton(problem)
+
+
 def _triton(
     run: str,
     why_not: Callable[[Problem], list[str]] = why_not_triton,
@@ -119,7 +139,21 @@ def _triton(
 
 # The one place where backends are ordered; scripts/bench_kernels.py measures them.
 BACKENDS: dict[str, list[Backend]] = {
-    "linear": [Backend("reference", reference.linear)],
+    "linear": [
+        Backend("few_rows", "few_rows:linear", rather_not=_rather_not_few_rows),  # reference.linear, but while decoding
+        Backend("reference", reference.linear),
+    ],
+    "reduce_rows": [_triton("triton_peers:reduce_rows")],
+    "best_columns": [_triton("triton_choose:best_columns")],
+    "look_up": [_triton("triton_lookup:look_up"), Backend("reference", reference_decode.look_up)],
+    **{
+        op: [_triton(f"triton_cache:{op}"), Backend("reference", getattr(reference_decode, op))]
+        for op in ("attend_cache", "write_cache")
+    },
+    "linear_few": [
+        _triton("triton_few_rows:linear_few", _why_not_few_rows, _rather_not_linear_few),
+        Backend("reference", reference.linear_few),
+    ],
     "linear_transposed": [Backend("reference", reference.linear_transposed)],
     "norm_forward": [
         _triton("triton_norm:norm_forward", _why_not_triton_norm, _rather_not_triton_norm),

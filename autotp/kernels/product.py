@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .autocast import autocast_dtype, disable_autocast
-from .main_grad import add_gradient, add_product, find_main_grad
-from .matmul import dgrad, join_columns, linear, view_side_by_side, wgrad
+from .blocks import multiply_and_sum, sum_whole
+from .gradients import as_rows, bias_gradients, check_versions, find_factors, join_gradients, weight_gradients
+from .main_grad import find_main_grad
+from .matmul import dgrad, linear
 from .ownership import Ownership, count_references
-
-SMALL = 1 << 20  # elements up to which copying a gradient costs less than launching another product
 
 Sum = Callable[[Tensor], Tensor]  # takes over the memory of what it is given
 
@@ -42,6 +42,8 @@ class ProductSpec(NamedTuple):
         main_grads: for each weight, then each bias, its name where its gradient goes into its `main_grad`.
         residual: return the input as well, last.
         adds_residual: whether this rank adds the residual's gradient to its part of the input's: one of them does.
+        dealt: how rows are dealt to the ranks between products, see kernels/dealt.py.
+        sums: how they are dealt while a sum is made of them behind a product, in place of `sum_input` or `sum_output`.
     """
 
     run: Callable[..., Tensor] = linear
@@ -52,6 +54,8 @@ class ProductSpec(NamedTuple):
     main_grads: tuple[str | None, ...] = (None, None)
     residual: bool = False
     adds_residual: bool = True
+    dealt: Any = None
+    sums: Any = None
 
 
 class Merged(NamedTuple):
@@ -154,7 +158,11 @@ _PLAIN_RESIDUAL = ProductSpec(residual=True)
 def _run_one(spec: ProductSpec, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     if spec.sum_output is None:
         return _own(spec.run(x, weight, _cast(bias, dtype)))
-    y = _own(spec.sum_output(spec.run(x, weight)))
+    if spec.sums is None:
+        y = _own(spec.sum_output(spec.run(x, weight)))
+    else:
+        rows = multiply_and_sum(spec.sums, x.reshape(-1, x.shape[-1]), [as_rows(weight, spec).t()])
+        y = _own(rows.view(*x.shape[:-1], -1))
     return y if bias is None else y.add_(bias.to(y.dtype))
 
 
@@ -178,44 +186,47 @@ def _backward(ctx: Any, rows: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
         if name is not None and wants:
             find_main_grad(parameter, name)  # before any collective: a rank that raises inside would leave the others waiting
     x, *saved = ctx.saved_tensors
-    joined = _join(ctx, rows)
-    dx = _input_gradient(ctx, rows, joined, saved) if wanted[3] else None
-    dw = _weight_gradients(ctx, rows, joined, x)
-    db = _bias_gradients(ctx, rows, joined)
+    joined = join_gradients(ctx, rows)
+
+    def multiply_weights() -> list[Tensor | None]:
+        return weight_gradients(ctx, rows, joined, x)
+
+    if not wanted[3]:
+        dx, dw = None, multiply_weights()
+    elif ctx.spec.sums is None or ctx.spec.sum_input is None:
+        dx, dw = _input_gradient(ctx, rows, joined, saved), multiply_weights()
+    else:
+        dx, dw = _sum_input_gradient(ctx, find_factors(ctx, rows, joined, saved), multiply_weights)
+    db = bias_gradients(ctx, rows, joined)
     return None, None, None, dx, *dw, *db
 
 
-def _join(ctx: Any, rows: dict[int, Tensor]) -> Tensor | None:
-    """The gradients of all outputs as one `[M, N]`, or None where products one by one are wanted or cost less."""
-    count = len(ctx.weights)
-    if count == 1:
-        return rows[0]
-    if len(rows) < count or ctx.merged is None:
-        return None
-    parts = [rows[i] for i in range(count)]
-    found = view_side_by_side(parts)
-    if found is not None:
-        return found
-    m, n, k = parts[0].shape[0], ctx.merged.shape[0], ctx.merged.shape[1]
-    # A copy reads and writes n columns; each further product reads and writes the k columns that it adds to.
-    return join_columns(parts) if m * n <= SMALL or n <= (count - 1) * k else None
+def _sum_input_gradient(
+    ctx: Any, factors: Any, meanwhile: Callable[[], list[Tensor | None]]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The input's gradient, summed over the ranks behind what is computed meanwhile."""
+    if ctx.merged is not None:
+        check_versions(ctx)
+    dx, dw = sum_whole(ctx.spec.sums, factors, meanwhile)
+    dx = dx.view(ctx.shape).to(ctx.dtype)
+    return dx if ctx.residual is None else dx + ctx.residual, dw
 
 
 def _input_gradient(ctx: Any, rows: dict[int, Tensor], joined: Tensor | None, saved: list[Tensor]) -> Tensor:
     spec, residual = ctx.spec, ctx.residual
     if ctx.merged is not None:
-        _check_versions(ctx)
+        check_versions(ctx)
     dtype = next(iter(rows.values())).dtype
     # Under autocast the product's dtype is not the residual's, whose gradient is whole on every rank and added last.
     early = residual if residual is not None and spec.adds_residual and residual.dtype == dtype else None
     late = residual if residual is not None and residual.dtype != dtype else None
     dx = early.view(-1, ctx.shape[-1]) if early is not None and ctx.owned else None
     if joined is not None:
-        dx = dgrad(joined, ctx.merged if ctx.merged is not None else _as_rows(saved[0], spec), dx)
+        dx = dgrad(joined, ctx.merged if ctx.merged is not None else as_rows(saved[0], spec), dx)
     else:
         parts = saved if ctx.merged is None else ctx.merged.split([w.shape[0] for w in ctx.weights])
         for i, dy in rows.items():
-            dx = dgrad(dy, _as_rows(parts[i], spec), dx)
+            dx = dgrad(dy, as_rows(parts[i], spec), dx)
     assert dx is not None
     dx = dx.view(ctx.shape)
     if early is not None and not ctx.owned:
@@ -224,77 +235,3 @@ def _input_gradient(ctx: Any, rows: dict[int, Tensor], joined: Tensor | None, sa
         dx = spec.sum_input(dx)
     dx = dx.to(ctx.dtype)
     return dx if late is None else dx + late
-
-
-def _as_rows(weight: Tensor, spec: ProductSpec) -> Tensor:
-    return weight.t() if spec.transposed else weight
-
-
-def _check_versions(ctx: Any) -> None:
-    """Raise as autograd does for what it saved itself."""
-    if ctx.versions is not None and ctx.versions != [w._version for w in ctx.weights]:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a weight of "
-            f"linears that read one input, of shapes {[tuple(w.shape) for w in ctx.weights]}. Change weights after backward."
-        )
-
-
-def _weight_gradients(ctx: Any, rows: dict[int, Tensor], joined: Tensor | None, x: Tensor | None) -> list[Tensor | None]:
-    weights, spec = ctx.weights, ctx.spec
-    count = len(weights)
-    wanted = ctx.needs_input_grad[4 : 4 + count]
-    grads: list[Tensor | None] = [None] * count
-    if x is None:
-        return grads
-    flat = x.reshape(-1, x.shape[-1])
-    if count > 1 and joined is not None and False not in wanted and not any(spec.main_grads[:count]):
-        whole = wgrad(joined, flat)
-        assert whole is not None
-        grads = list(torch.unsafe_split_with_sizes(whole.to(weights[0].dtype), [w.shape[0] for w in weights]))
-        return [_sum_copies(spec, i, grad) for i, grad in enumerate(grads) if grad is not None]
-    for i, dy in rows.items():
-        if wanted[i]:
-            left, right = (flat, dy) if spec.transposed else (dy, flat)
-            grads[i] = _weight_gradient(spec, i, weights[i], left, right)
-    return grads
-
-
-def _weight_gradient(spec: ProductSpec, i: int, weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """`left.T @ right`, what several ranks hold summed; into main_grad where that is asked for."""
-    name = spec.main_grads[i]
-    if name is None:
-        product = wgrad(left, right)
-        assert product is not None
-        return _sum_copies(spec, i, product.to(weight.dtype))
-    if spec.sum_copies[i] is None:
-        return add_product(weight, name, left, right)
-    product = torch.empty_like(weight, dtype=find_main_grad(weight, name).dtype)
-    wgrad(left, right, product, overwrite=True)
-    return add_gradient(weight, name, _sum_copies(spec, i, product))
-
-
-def _bias_gradients(ctx: Any, rows: dict[int, Tensor], joined: Tensor | None) -> list[Tensor | None]:
-    biases, spec = ctx.biases, ctx.spec
-    count = len(biases)
-    wanted = ctx.needs_input_grad[4 + count :]
-    grads: list[Tensor | None] = [None] * count
-    if True not in wanted:
-        return grads
-    if count > 1 and joined is not None and False not in wanted and not any(spec.main_grads[count:]):
-        sums = joined.sum(0).to(biases[0].dtype)
-        grads = list(torch.unsafe_split_with_sizes(sums, [b.shape[0] for b in biases]))
-        return [_sum_copies(spec, count + i, grad) for i, grad in enumerate(grads) if grad is not None]
-    for i, dy in rows.items():
-        if wanted[i]:
-            name = spec.main_grads[count + i]
-            dtype = biases[i].dtype if name is None else find_main_grad(biases[i], name).dtype
-            total = dy.sum(0).to(dtype) if name is None else dy.sum(0, dtype=dtype)
-            total = _sum_copies(spec, count + i, total)
-            grads[i] = total if name is None else add_gradient(biases[i], name, total)
-    return grads
-
-
-def _sum_copies(spec: ProductSpec, i: int, grad: Tensor) -> Tensor:
-    """`grad` of parameter `i`, summed over the ranks that hold copies of it; every rank comes here for the same ones."""
-    total = spec.sum_copies[i]
-    return grad if total is None else total(grad)

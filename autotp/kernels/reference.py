@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -29,6 +29,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: x `[..., K]`, weight `[N, K]`, bias `[N]`, result `[..., N]`."""
     return F.linear(x, weight, bias)
+
+
+def linear_few(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "") -> Tensor:
+    """`linear`; with an activation `activation(gate) * up` of its halves: weight `[2N, K]`, bias `[2N]`, result `[..., N]`."""
+    y = F.linear(x, weight, bias)
+    gate, up = y.chunk(2, -1) if activation else (y, y)
+    return gated_forward(gate, up, activation) if activation else y
 
 
 def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -62,6 +69,28 @@ def norm_forward(
     if bias is not None:
         y = y + bias.to(y.dtype)
     return y.to(x.dtype), rstd.flatten(), None if mean is None else mean.flatten(), total
+
+
+def reduce_rows(
+    parts: Sequence[Tensor],
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 0.0,
+    kind: str = "",
+) -> tuple[Tensor, Tensor | None]:
+    """`total = sum(parts) + bias + residual` of all ranks' `[..., N]`, in float32, rounded once; with a kind also its norm.
+
+    Returns:
+        total, and `norm_forward`'s y of it with `weight` and, as its bias, `shift`; or None.
+    """
+    wide = _wide(parts[0])
+    total = sum((part.to(wide) for part in parts[1:]), parts[0].to(wide))
+    for more in (bias, residual):
+        total = total if more is None else total + more.to(wide)
+    total = total.to(parts[0].dtype)
+    return total, norm_forward(total, weight, shift, eps, kind)[0] if kind else None
 
 
 def norm_backward(

@@ -8,6 +8,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from .triton_early import early, start_next, wait_for_previous
 from .triton_launch import ceil_power, on_own_device
 
 TILE = 4096  # elements that a program turns at a time
@@ -45,8 +46,10 @@ def _rotary(
     q, q_out, k, k_out, cos, sin, S, q_heads, k_heads, q_batch, q_head, q_token, k_batch, k_head, k_token,
     cos_batch, cos_token, sin_batch, sin_token,
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_next(EARLY)
+    wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     batch, position = token // S, token % S
     pairs = tl.arange(0, PAIRS)
@@ -95,7 +98,7 @@ def _launch(cos: Tensor, sin: Tensor, q, k, interleaved: bool, backward: bool):
         *_steps(cos), *_steps(sin),
         D=width, R=turned, PAIRS=ceil_power(turned // 2), REST=ceil_power(width - turned) if turned < width else 0,
         Q_HEADS=q_tile, K_HEADS=k_tile, INTERLEAVED=interleaved, BACKWARD=backward,
-        num_warps=ceil_power(min(8, max(1, max(q_tile, k_tile) * ceil_power(width) // WARP_ELEMENTS))),
+        num_warps=ceil_power(min(8, max(1, max(q_tile, k_tile) * ceil_power(width) // WARP_ELEMENTS))), **early(some),
     )  # fmt: skip
     return q_out, k_out
 

@@ -7,6 +7,7 @@ Parameter die under deepcopy, `load_state_dict(assign=True)` and FSDP2.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -67,7 +68,7 @@ def insert_class(module: nn.Module, layer: type[nn.Module]) -> None:
     cls = type(module)
     plain = next((base for base in layer.__mro__ if base in (nn.Linear, nn.Embedding) or base.__name__ == "Conv1D"), None)
     if plain is None:  # a mixin for any module: it stands in front
-        module.__class__ = type(cls.__name__, (layer, cls), {"__module__": cls.__module__, "plain_class": cls})
+        module.__class__ = _combine(layer, cls, cls)
         return
     if cls is plain:
         module.__class__ = layer
@@ -78,7 +79,13 @@ def insert_class(module: nn.Module, layer: type[nn.Module]) -> None:
             f"{cls.__name__} has a forward of its own that does not build on {plain.__name__}.forward, so it can't be sharded. "
             f"Leave it out of the plan."
         )
-    module.__class__ = type(cls.__name__, (cls, layer), {"__module__": cls.__module__, "plain_class": cls})
+    module.__class__ = _combine(cls, layer, cls)
+
+
+@functools.lru_cache(maxsize=256)
+def _combine(first: type, second: type, plain: type) -> type:
+    """One class for all modules of a kind: a compiler compiles each class by itself."""
+    return type(plain.__name__, (first, second), {"__module__": plain.__module__, "plain_class": plain})
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:

@@ -132,6 +132,17 @@ def enter_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None
             head.keep_sharded, state.active = True, head
 
 
+def judge_batch(model: nn.Module) -> None:
+    """Wait for a comparison that is under way, and judge it.
+
+    Raises:
+        AutoTPError: what was checked last differs.
+    """
+    state: EntryState | None = model.__dict__.get("autotp_entry")
+    if state is not None and state.batch is not None:
+        state.batch.judge()
+
+
 def exit_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of the root, run after an exception too: sharded logits become what `logits=` promises."""
     state: EntryState = model.__dict__["autotp_entry"]

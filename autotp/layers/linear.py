@@ -30,17 +30,22 @@ from ..collectives import (
 )
 from ..comm import TPGroup, resolve_group
 from ..errors import PlanError
+from ..exchange import Gather
+from ..kernels.dealt import multiply_gathered, multiply_scattered
 from ..kernels.dispatch import Problem, select
 from ..kernels.main_grad import into_main_grad
-from ..kernels.product import multiply_uncompiled
+from ..kernels.product import ProductSpec, multiply, multiply_uncompiled
 from ..shard import Cut, Shard
 from .base import TensorParallel_Layer, insert_class
 from .embedding import column_shard, gather_columns
-from .product import make_spec, sum_owned
+from .overlap import OverlapOptions, choose_moves, deal_sums, read_symmetric
+from .pending import pend
+from .product import make_spec, sum_owned, watches_operations
 from .siblings import SiblingInput
+from .tokens import TokenStream
 
 
-class ParallelLinear(TensorParallel_Layer):
+class ParallelLinear(OverlapOptions, TensorParallel_Layer):
     """What the linears have in common, and what DeepSpeed's users call on them.
 
     Attributes:
@@ -121,13 +126,24 @@ class ParallelLinear(TensorParallel_Layer):
         wanted = torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
+        if (leaves or (enters and wanted and x.requires_grad)) and not watches_operations():
+            sums = deal_sums([self], self.tp, x, weight.shape[self.out_dim if leaves else self.in_dim], self.reduce_dtype)
+            if sums is not None:
+                return multiply(self._make_spec(enters, leaves)._replace(sums=sums), x, (weight,), (bias,))
         if wanted and self.accumulate_into_main_grad:
             return self._multiply_accumulating(x, weight, bias, enters, leaves)
+        kind = read_symmetric(self) if leaves else None
+        if wanted and kind is not None and not watches_operations():
+            return multiply(self._make_spec(enters, leaves), x, (weight,), (bias,))
         if wanted:
             return self._multiply_plain(x, weight, bias, enters, leaves)
         if not leaves:
             return self.run(x, weight, bias)
-        y = sum_owned(self.run(x, weight), self.tp, self.reduce_dtype)
+        part = self.run(x, weight)
+        pending = pend(part, self.tp, bias, self.reduce_dtype) if kind is None else None
+        if pending is not None:
+            return pending
+        y = sum_owned(part, self.tp, self.reduce_dtype, None if watches_operations() else kind)
         return y if bias is None else y.add_(bias.to(y.dtype))
 
     def multiply_partial(self, x: Tensor) -> Tensor:
@@ -136,6 +152,39 @@ class ParallelLinear(TensorParallel_Layer):
         wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         multiply = self._multiply_accumulating if wanted and self.accumulate_into_main_grad else self._multiply_plain
         return multiply(x, weight, None, False, False)
+
+    def multiply_scattered(self, x: Tensor, tokens: TokenStream) -> Tensor:
+        """`x @ w.T` summed over the ranks, plus the bias: of this rank's rows alone."""
+        if watches_operations() or x.ndim < 2:
+            return self.add_bias_of_rows(tokens.scatter(self.multiply_partial(x), self.reduce_dtype))
+        dealt = tokens.describe(x, self.reduce_dtype)
+        spec = self._make_spec()._replace(dealt=dealt._replace(moves=choose_moves([self], dealt.exchange)))
+        y = multiply_scattered(spec, x, self.weight)
+        tokens.leave_whole_rows()
+        return self.add_bias_of_rows(y)
+
+    def multiply_gathered(self, x: Tensor, local: Tensor, tokens: TokenStream) -> Tensor:
+        """`x @ w.T + b`, the gradient summed over the ranks for the rows `local` that `x` was gathered from."""
+        dealt = tokens.describe(x, self.reduce_dtype, Gather(x.detach().reshape(-1, x.shape[-1])))
+        dealt = dealt._replace(moves=choose_moves([self], dealt.exchange))
+        return multiply_gathered(self._make_spec()._replace(dealt=dealt), local, (self.weight,), (self.bias,))[0]
+
+    def _make_spec(self, enters: bool = False, leaves: bool = False) -> ProductSpec:
+        accumulates = self.accumulate_into_main_grad
+        names = tuple(f"{self.full_name}.{key}" if accumulates else None for key in ("weight", "bias"))
+        copied = (self.copied.get("weight"), self.copied.get("bias"))
+        kind, turned = read_symmetric(self) if leaves else None, self.out_dim == 1
+        return make_spec(self.run, self.tp, self.reduce_dtype, copied, names, enters, leaves, turned, kind=kind)
+
+    def add_bias_of_rows(self, y: Tensor) -> Tensor:
+        """This rank's rows `y` plus the bias, whose gradient is summed over the ranks: each one's is of its rows alone."""
+        bias = self.bias
+        if bias is None:
+            return y
+        if bias.requires_grad and torch.is_grad_enabled():
+            accumulated = into_main_grad(bias, f"{self.full_name}.bias") if self.accumulate_into_main_grad else bias
+            bias = copy_to_group(accumulated, self.tp, torch.promote_types(bias.dtype, torch.float32))
+        return y + bias.to(y.dtype)
 
     def _multiply_plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, enters: bool, leaves: bool) -> Tensor:
         """The same as operations that torch differentiates: on the host they cost less than one of ours."""
@@ -152,10 +201,7 @@ class ParallelLinear(TensorParallel_Layer):
 
     def _multiply_accumulating(self, x: Tensor, weight: Tensor, bias: Tensor | None, enters: bool, leaves: bool) -> Tensor:
         """The same as one step of autograd, which adds to main_grad; a compiler would not see that, and is interrupted."""
-        copied = (self.copied.get("weight"), self.copied.get("bias"))
-        names = (f"{self.full_name}.weight", f"{self.full_name}.bias")
-        spec = make_spec(self.run, self.tp, self.reduce_dtype, copied, names, enters, leaves, self.out_dim == 1)
-        return multiply_uncompiled(spec, x, (weight,), (bias,))
+        return multiply_uncompiled(self._make_spec(enters, leaves), x, (weight,), (bias,))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         siblings, weight = self.siblings, self._parameters.get("weight")
@@ -201,7 +247,15 @@ class LinearLayer(ParallelLinear, nn.Linear):
         if siblings is not None and siblings.members > 1:
             y = siblings.multiply(self, input)
         else:
-            y = self.multiply(input, enters=siblings is not None and self.tp.tp_size > 1)
+            enters = siblings is not None and self.tp.tp_size > 1
+            tokens = None if siblings is None else siblings.tokens
+            local = None if tokens is None else tokens.find_local(input)
+            if local is None or tokens is None:
+                y = self.multiply(input, enters=enters)
+            elif watches_operations():
+                y = self.multiply(siblings.enter(input))  # type: ignore[union-attr]
+            else:
+                y = self.multiply_gathered(input, local, tokens)
         return gather_columns(y, self.shards["weight"], self.out_dim, self.tp) if self.gather_output else y
 
 
@@ -211,11 +265,13 @@ class LinearAllreduce(ParallelLinear, nn.Linear):
     Attributes:
         ends: SiblingInputs of the region that this layer closes.
         split_input: the input is whole: take this rank's part of it first.
+        tokens: the stream whose forward, where it deals tokens, takes this rank's rows of the sum.
     """
 
     cut_dim = 1
     ends: tuple[SiblingInput, ...] = ()
     split_input = False
+    tokens: TokenStream | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         for entered in self.ends:
@@ -224,6 +280,9 @@ class LinearAllreduce(ParallelLinear, nn.Linear):
             return self.multiply(input)
         if self.split_input:
             input = split_columns(input, self.shards["weight"], self.in_dim, self.tp)
+        tokens = self.tokens
+        if tokens is not None and tokens.layout is not None:
+            return self.multiply_scattered(input, tokens)
         return self.multiply(input, leaves=True)
 
 
@@ -263,6 +322,7 @@ class Conv1DAllreduce(ParallelLinear, Conv1D):
     op, out_dim, in_dim, cut_dim = "linear_transposed", 1, 0, 0
     ends: tuple[SiblingInput, ...] = ()
     split_input = False
+    tokens: TokenStream | None = None
     forward = LinearAllreduce.forward  # type: ignore[assignment]
     __repr__ = nn.Module.__repr__
 

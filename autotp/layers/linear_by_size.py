@@ -9,23 +9,28 @@ M rows, K in, N out, T ranks; with `sequence_parallel` the rows (dim 0) are deal
 | "column", sequence parallel | the same | `x` all-gathered first | `dx` reduce-scattered |
 | "row" | `[N, K/T]`, bias `[N]` whole | `y = all_reduce(x_local @ w.T) + b` | no collective |
 | "row", sequence parallel | the same | reduce-scattered instead | `dy` all-gathered; `db` summed over the ranks |
+
+Rows that are gathered or scattered move while the layer multiplies, see overlap.py; a column keeps its own rows alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from ..collectives import copy_to_group, gather_rows_from_group, scatter_rows_to_group
+from ..collectives import gather_rows_from_group, scatter_rows_to_group
 from ..comm import TPGroup, resolve_group
 from ..errors import PlanError
-from ..kernels.main_grad import into_main_grad
+from ..kernels.dealt import multiply_gathered, multiply_scattered
+from ..kernels.product import ProductSpec
 from ..shard import Shard
 from .linear import ParallelLinear, prepare
+from .overlap import Overlap, deal_rows, set_options
+from .product import make_spec, watches_operations
 
 MODES = (None, "column", "row")
 
@@ -49,9 +54,10 @@ class Linear(ParallelLinear, nn.Linear):
         rng_state_tracker_function: returns an object whose `fork()` is the context in which initial weights are drawn.
         accumulate_into_main_grad: add gradients to `parameter.main_grad` (see kernels/main_grad.py).
         name: for messages.
+        overlap: what moves while the layer multiplies, see overlap.py.
 
     Raises:
-        PlanError: no such mode.
+        PlanError: no such mode or option.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class Linear(ParallelLinear, nn.Linear):
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
         name: str = "Linear",
+        **overlap: Unpack[Overlap],
     ) -> None:
         nn.Module.__init__(self)
         if tensor_parallel_mode not in MODES:
@@ -90,6 +97,7 @@ class Linear(ParallelLinear, nn.Linear):
             empty = torch.empty(local[key], device=device, dtype=dtype) if key in local else None
             self.register_parameter(key, None if empty is None else nn.Parameter(empty))
         prepare(self, group, shards, name)
+        set_options(self, overlap)
         self.accumulate_into_main_grad = accumulate_into_main_grad
         if device.type != "meta":
             self.reset_parameters()
@@ -127,29 +135,37 @@ class Linear(ParallelLinear, nn.Linear):
         if mode == "column":
             if not self.sequence_parallel:
                 return self.multiply(input, enters=True)
-            return self.multiply(gather_rows_from_group(self._check_rows(input), self.tp, self.reduce_dtype))
+            return self._gather(input)
         if mode == "row":
             return self._scatter(input) if self.sequence_parallel else self.multiply(input, leaves=True)
         return self.multiply(input)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        if x.dim() < 2:
+            raise PlanError(f"{self.full_name}: sequence_parallel deals rows along dim 0, and the input {list(x.shape)} has none")
+        if watches_operations():
+            return self.multiply(gather_rows_from_group(x, self.tp, self.reduce_dtype))
+        rows, *rest = x.shape[:-1]
+        spec = self._spec((rows * self.tp.tp_size, *rest), (rows, *rest))
+        return multiply_gathered(spec, x, (self.weight,), (self.bias,))[0]
 
     def _scatter(self, x: Tensor) -> Tensor:
         if x.dim() < 2 or x.shape[0] % self.tp.tp_size:
             raise PlanError(
                 f"{self.full_name}: sequence_parallel deals dim 0 of {list(x.shape)} to {self.tp.tp_size} ranks: pad it first"
             )
-        bias = self.bias
-        y = scatter_rows_to_group(self.multiply_partial(x), self.tp, self.reduce_dtype)
-        if bias is None:
-            return y
-        if bias.requires_grad and torch.is_grad_enabled():
-            accumulated = into_main_grad(bias, f"{self.full_name}.bias") if self.accumulate_into_main_grad else bias
-            bias = copy_to_group(accumulated, self.tp, torch.promote_types(bias.dtype, torch.float32))  # of its rows alone
-        return y + bias.to(y.dtype)
+        if watches_operations():
+            y = scatter_rows_to_group(self.multiply_partial(x), self.tp, self.reduce_dtype)
+        else:
+            rows, *rest = x.shape[:-1]
+            y = multiply_scattered(self._spec((rows, *rest), (rows // self.tp.tp_size, *rest)), x, self.weight)
+        return self.add_bias_of_rows(y)
 
-    def _check_rows(self, x: Tensor) -> Tensor:
-        if x.dim() < 2:
-            raise PlanError(f"{self.full_name}: sequence_parallel deals rows along dim 0, and the input {list(x.shape)} has none")
-        return x
+    def _spec(self, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> ProductSpec:
+        """How rows that are dealt are multiplied: `shape` of all ranks', `local_shape` of this one's."""
+        names = (f"{self.full_name}.weight", f"{self.full_name}.bias") if self.accumulate_into_main_grad else (None, None)
+        spec = make_spec(self.run, self.tp, self.reduce_dtype, (None, None), names)
+        return spec._replace(dealt=deal_rows(self, self.tp, shape, local_shape))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Takes the keys of TransformerEngine's operation too, whose numbers depend on its options."""

@@ -16,12 +16,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from ..collectives import copy_to_group, reduce_from_group, scatter_rows_to_group, sum_copies
+from ..collectives import copy_to_group, sum_copies
 from ..comm import TPGroup, resolve_group
 from ..errors import AutoTPError, PlanError
 from ..shard import Shard
@@ -31,11 +31,13 @@ from .norm import DealtNorm, normalise_over_group
 from .norm_parts import NORMS, SideBySide, check_size, join_biases, name_linears, name_parts, read_linears, read_norm
 from .norm_product import multiply_normalised, outside_graphs
 from .norm_wgrad import NormProduct, Product, Sink
+from .overlap import Overlap, OverlapOptions, read_moves, read_symmetric, set_options
+from .pending import settle
 
 MODES = (None, "column", "row")
 
 
-class LayerNormLinear(SideBySide, TensorParallel_Layer):
+class LayerNormLinear(OverlapOptions, SideBySide, TensorParallel_Layer):
     """`linear(norm(x))`; the norm's output is not kept for backward but computed again.
 
     Parameters are `layer_norm_weight`, `layer_norm_bias`, `weight` and `bias`, or `NAME_weight` and `NAME_bias` for each part.
@@ -61,9 +63,10 @@ class LayerNormLinear(SideBySide, TensorParallel_Layer):
         device: of the parameters; None for torch's default, "meta" to draw nothing (`to_empty`, then `reset_parameters`).
         delay_wgrad_compute: weight gradients are computed by `backward_dw`.
         name: for messages.
+        overlap: what moves while the layer multiplies, see overlap.py.
 
     Raises:
-        PlanError: sizes, parts or modes that do not fit together.
+        PlanError: sizes, parts, modes or options that do not fit together.
     """
 
     tp: TPGroup | None  # type: ignore[assignment]
@@ -94,6 +97,7 @@ class LayerNormLinear(SideBySide, TensorParallel_Layer):
         *,
         delay_wgrad_compute: bool = False,
         name: str | None = None,
+        **overlap: Unpack[Overlap],
     ) -> None:
         super().__init__()
         self.full_name = name or type(self).__name__
@@ -108,6 +112,7 @@ class LayerNormLinear(SideBySide, TensorParallel_Layer):
         self.return_layernorm_output_gathered = return_layernorm_output_gathered and return_layernorm_output
         self.get_rng_state_tracker, self.init_method = get_rng_state_tracker, init_method
         self.delay_wgrad_compute = delay_wgrad_compute
+        set_options(self, overlap)
         self.pending: list[tuple[NormProduct, Product]] = []
         self._owns, self._laid, self._siblings = True, None, None
         self._run = outside_graphs() if fuse_wgrad_accumulation or delay_wgrad_compute else None
@@ -280,6 +285,7 @@ class LayerNormLinear(SideBySide, TensorParallel_Layer):
         Raises:
             AutoTPError: another width or dtype, rows that can't be dealt, or no group yet.
         """
+        inp = settle(inp)
         tp = self._check_input(inp)
         weights, biases = self._read_parameters(tp)
         added = [None] * len(biases) if self.return_bias else biases
@@ -291,7 +297,6 @@ class LayerNormLinear(SideBySide, TensorParallel_Layer):
         if row:
             h = self._normalise_columns(inp, tp)
             y, _ = multiply_normalised(how, h, None, None, weights, [None] * len(weights), sink, self._merge(weights, True))
-            y = scatter_rows_to_group(y, tp) if self.sequence_parallel else reduce_from_group(y, tp)
             bias = join_biases(added, self.part_sizes, y.dtype)
             y = y if bias is None else y + bias
         else:
@@ -328,9 +333,14 @@ class LayerNormLinear(SideBySide, TensorParallel_Layer):
             gather_rows=column and dealt,
             own_rows=self.parallel_mode is None and dealt,
             sum_input=column and not dealt and tp.tp_size > 1,
+            sum_output=self.parallel_mode == "row" and not dealt and tp.tp_size > 1,
+            scatter_rows=self.parallel_mode == "row" and dealt,
             copied=self.copied,
             reduce_dtype=self.reduce_dtype,
             give=give if self.return_layernorm_output and self.parallel_mode != "row" else None,
+            moves=read_moves(self),
+            symmetric=read_symmetric(self),
+            name=self.ub_name or self.full_name,
         )
 
     def _read_parameters(self, tp: TPGroup) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -4,10 +4,14 @@ M rows, K in, N out (this rank's), T ranks. `h` is the normalised input, `H` the
 
 | step | plain | column | column, dealt rows | whole, dealt rows |
 |---|---|---|---|---|
-| forward | `y = h @ w.T + b` | the same | `H = all_gather(h)`, `y = H @ w.T + b` | `y = h @ w.T + b` |
-| dgrad | `dh = dy @ w` | `dh = all_reduce(dy @ w)` | `dh = reduce_scatter(dy @ w)` | `dh = dy @ w` |
-| wgrad | `dw = dy.T @ h` | the same | `dw = dy.T @ all_gather(h)` | `dw = all_reduce(dy.T @ h)` |
+| forward | `y = h @ w.T + b` | the same | `H = gather(h)`, `y = H @ w.T + b` | `y = h @ w.T + b` |
+| dgrad | `dh = dy @ w` | `dh = all_reduce(dy @ w)` | `dh = scatter(dy @ w)` | `dh = dy @ w` |
+| wgrad | `dw = dy.T @ h` | the same | `dw = dy.T @ gather(h)` | `dw = all_reduce(dy.T @ h)` |
 | norm | of `dh`, complete | the same | summed over the ranks | summed over the ranks |
+
+In a row product `h` is given: `y = all_reduce(h @ w.T)`, or `y = scatter(h @ w.T)`, whose gradient is gathered first.
+
+What is gathered and scattered moves behind the products, see kernels/blocks.py.
 """
 
 from __future__ import annotations
@@ -20,12 +24,22 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..collectives import copy_to_group, gather_rows_from_group, sum_copies
+from ..collectives import copy_to_group, gather_rows_from_group, reduce_from_group, scatter_rows_to_group, sum_copies
 from ..kernels.autocast import autocast_dtype, disable_autocast
-from ..kernels.matmul import dgrad, linear
+from ..kernels.blocks import (
+    add_products,
+    multiply_and_sum,
+    multiply_gathered_gradient,
+    multiply_gathered_rows,
+    multiply_into_scatter,
+    sum_scattered,
+    sum_whole,
+)
+from ..kernels.matmul import linear
 from ..kernels.norm import norm, norm_backward
 from ..kernels.product import Merged
 from .norm_wgrad import NormProduct, Product, Sink
+from .product import sum_owned
 
 
 class _NormProduct(torch.autograd.Function):
@@ -35,11 +49,8 @@ class _NormProduct(torch.autograd.Function):
     def forward(ctx, how: NormProduct, sink: Sink | None, merged: Merged | None, dtype, anchor, x: Tensor, gamma, beta, *tensors):
         weights, biases = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
         h, rstd, mean = how.normalise(x.reshape(-1, x.shape[-1]), gamma, beta)
-        rows = how.group.gather_rows(h) if how.gather_rows else h
-        if merged is None:
-            y = multiply_rows(rows.to(dtype), weights, biases)
-        else:
-            y = multiply_rows(rows.to(dtype), [merged.weight], [merged.bias])
+        read = (weights, biases) if merged is None else ([merged.weight], [merged.bias])
+        y, rows = multiply_moving(how, h, dtype, *read)
         ctx.wanted = ctx.needs_input_grad[8 : 8 + len(weights)] if anchor is None or sink is None else sink.trained
         save_inputs(ctx, how, x, gamma, beta, rstd, mean, weights)
         ctx.set_materialize_grads(False)
@@ -62,26 +73,76 @@ def find_gradients(ctx, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | 
     if ctx.sink is not None and ctx.sink.pending is None and dy is not None:
         ctx.sink.check(ctx.wanted)  # a rank that raises later would leave the others waiting
     how, (x, gamma, beta, rstd, mean, *weights) = ctx.how, ctx.saved_tensors
-    parts: Sequence[Tensor | None] = [None] * len(weights)
-    if dy is not None:
-        parts = dy.split(ctx.sizes, 1)
     needs, count = ctx.needs_input_grad, len(weights)
+    if how.scatter_rows and dy is not None:
+        dy, dh = gather_gradient(ctx, dy, weights)
+    parts: Sequence[Tensor | None] = [None] * count if dy is None else dy.split(ctx.sizes, 1)
+    product = begin_product(ctx, parts, x, gamma, beta)
+
+    def multiply_weights() -> list[Tensor | None]:
+        if product is None:
+            return [None] * count
+        return product.weight_gradients(how) if ctx.sink is None else ctx.sink.take(how, product)
+
     dx, dgamma, dbeta = None, None, None
     if any(needs[5:8]):
         merged = ctx.merged if dy is not None else None
         factors = zip(parts, weights, strict=True) if merged is None else [(dy, merged.weight)]
-        dh = input_gradient(how, factors, dh, ctx.dtype)
+        dh, dw = input_gradient(how, [] if how.scatter_rows else factors, dh, ctx.dtype, multiply_weights)
         dx, dgamma, dbeta = norm_gradients(how, dh, x, gamma, rstd, mean, needs[5:8], ctx.shape)
-    dw: list[Tensor | None] = [None] * count
-    if any(ctx.wanted) and dy is not None:
-        wanted = [part if need else None for part, need in zip(parts, ctx.wanted, strict=True)]
-        product = Product(x.detach(), gamma, beta, wanted, ctx.dtype)
-        dw = product.weight_gradients(how) if ctx.sink is None else ctx.sink.take(how, product)
+    else:
+        dw = multiply_weights()
     db: list[Tensor | None] = [None] * count
     for i, (part, dtype) in enumerate(zip(parts, ctx.bias_dtypes, strict=True)):
         if part is not None and needs[8 + count + i]:
             db[i] = how.complete(part.sum(0, dtype=dtype), count + i)
     return None, None, None, None, None, dx, dgamma, dbeta, *dw, *db
+
+
+def gather_gradient(ctx, dy: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """The gradient of all rows of y `[M, N]`, of which this rank has `[R, N]`, and dh `[M, K]` where it is wanted."""
+    dealt = ctx.how.deal(dy.shape[0] * ctx.how.group.tp_size)
+    gather, dh = dealt.exchange.gather(dy, dealt.moves.gather), None
+    if any(ctx.needs_input_grad[5:8]):
+        read = weights if ctx.merged is None else [ctx.merged.weight]
+        dh = multiply_gathered_gradient(dealt, gather, [weight.to(ctx.dtype) for weight in read])
+    return gather.wait_all(), dh
+
+
+def begin_product(ctx, parts: Sequence[Tensor | None], x: Tensor, gamma, beta) -> Product | None:
+    """What the weight gradients come from, its rows on their way; None where none is wanted."""
+    if not any(ctx.wanted) or parts[0] is None:
+        return None
+    wanted = [part if need else None for part, need in zip(parts, ctx.wanted, strict=True)]
+    product = Product(x.detach(), gamma, beta, wanted, ctx.dtype)
+    if ctx.how.gather_rows and (ctx.sink is None or ctx.sink.pending is None):
+        product.begin(ctx.how)
+    return product
+
+
+def multiply_moving(
+    how: NormProduct, h: Tensor, dtype: torch.dtype, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """The products `[M, sum of N_i]` (`[R, sum of N_i]` where they are scattered), and the rows `[M, K]` they were made of."""
+    if how.scatter_rows:
+        rows, turned = h.to(dtype), [weight.to(dtype).t() for weight in weights]
+        return multiply_into_scatter(how.deal(len(h)), rows, turned, lambda: multiply_rows(rows, weights, biases)), h
+    if how.sum_output:
+        sums = how.deal_sum(len(h), sum(weight.shape[0] for weight in weights), dtype)
+        if sums is not None:
+            return multiply_and_sum(sums, h.to(dtype), [weight.to(dtype).t() for weight in weights]), h
+        return sum_owned(multiply_rows(h.to(dtype), weights, biases), how.group, how.reduce_dtype, how.symmetric), h
+    if not how.gather_rows:
+        return multiply_rows(h.to(dtype), weights, biases), h
+    dealt = how.deal(len(h) * how.group.tp_size)
+    gather = dealt.exchange.gather(h, dealt.moves.forward)
+    if not gather.order:
+        return multiply_rows(gather.wait_all().to(dtype), weights, biases), gather.full
+    sizes = [weight.shape[0] for weight in weights]
+    y = h.new_empty(dealt.rows, sum(sizes), dtype=dtype)
+    added = [None if bias is None else bias.to(dtype) for bias in biases]
+    multiply_gathered_rows(dealt, gather, [weight.to(dtype).t() for weight in weights], y.split(sizes, 1), added, dtype)
+    return y, gather.full
 
 
 def multiply_rows(rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
@@ -107,24 +168,34 @@ def save_inputs(ctx, how: NormProduct, x: Tensor, gamma, beta, rstd, mean, weigh
 
 
 def input_gradient(
-    how: NormProduct, factors: Iterable[tuple[Tensor | None, Tensor]], given: Tensor | None, dtype: torch.dtype
-) -> Tensor | None:
+    how: NormProduct,
+    factors: Iterable[tuple[Tensor | None, Tensor]],
+    given: Tensor | None,
+    dtype: torch.dtype,
+    meanwhile: Callable[[], list[Tensor | None]],
+) -> tuple[Tensor | None, list[Tensor | None]]:
     """dh `[M, K]`, the gradient of the normalised input: of the products, completed, and `given` of the norm output itself.
 
     The gradient given for gathered rows is each rank's part of it, as the products' is, and is summed with it; that of
-    rows every rank computed for itself is complete already.
+    rows every rank computed for itself is complete already. Also returns what `meanwhile` does, which runs while rows move.
     """
-    dh = None
-    for dy, weight in factors:
-        if dy is not None:
-            dh = dgrad(dy, weight.to(dtype), dh)
-    if how.gather_rows and how.give == "all" and given is not None:
-        dh, given = given if dh is None else dh + given, None
+    pairs = [(dy, weight.to(dtype)) for dy, weight in factors if dy is not None]
+    whole = how.gather_rows and how.give == "all" and given is not None
+    if how.gather_rows and pairs and not whole:
+        dh, found = sum_scattered(how.deal(len(pairs[0][0])), pairs, meanwhile)
+        return dh if given is None else dh + given, found
+    sums = how.deal_sum(len(pairs[0][0]), pairs[0][1].shape[1], dtype) if how.sum_input and pairs else None
+    if sums is not None:
+        dh, found = sum_whole(sums, pairs, meanwhile)
+        return dh if given is None else dh + given, found
+    dh = add_products(pairs) if pairs else None
+    if whole:
+        dh, given = given if dh is None or given is None else dh + given, None
     if dh is not None and how.gather_rows:
         dh = how.group.reduce_scatter_rows(dh, how.reduce_dtype)
     elif dh is not None and how.sum_input:
-        dh = how.group.all_reduce(dh, dtype=how.reduce_dtype) if how.reduce_dtype else how.group.all_reduce_owned(dh)
-    return dh if given is None else given if dh is None else dh + given
+        dh = sum_owned(dh, how.group, how.reduce_dtype)
+    return dh if given is None else given if dh is None else dh + given, meanwhile()
 
 
 def norm_gradients(how: NormProduct, dh: Tensor | None, x, gamma, rstd, mean, needs: Sequence[bool], shape: torch.Size):
@@ -172,6 +243,10 @@ def multiply_plain(how: NormProduct, dtype: torch.dtype, x: Tensor, gamma, beta,
     elif how.sum_input:
         rows = copy_to_group(h, group, how.reduce_dtype)
     y = multiply_rows(rows.to(dtype), tensors[:count], tensors[count:])
+    if how.scatter_rows:
+        y = scatter_rows_to_group(y, group, how.reduce_dtype)
+    elif how.sum_output:
+        y = reduce_from_group(y, group, how.reduce_dtype)
     return y, {None: None, "own": h, "all": rows}[how.give]
 
 
@@ -195,7 +270,8 @@ def multiply_normalised(
         merged: the weights and biases as one tensor each, where they lie side by side.
 
     Returns:
-        `[..., sum of N_i]` in the autocast dtype, if one is set, or the weights'; h `[..., K]` in x's dtype, or None.
+        `[..., sum of N_i]` (this rank's rows of it where they are scattered) in the autocast dtype, if one is set, or the
+        weights'; h `[..., K]` in x's dtype, or None.
     """
     dtype = autocast_dtype(x) or weights[0].dtype
     if torch.compiler.is_compiling() and sink is None:
@@ -209,5 +285,6 @@ def multiply_normalised(
         y, h = run(how, sink, merged, dtype, anchor, x, gamma, beta, *weights, *biases)
     lead = list(x.shape[:-1])
     gathered = [lead[0] * how.group.tp_size, *lead[1:]] if how.gather_rows else lead
-    y = y.view([*gathered, y.shape[-1]])
+    left = [lead[0] // how.group.tp_size, *lead[1:]] if how.scatter_rows else gathered
+    y = y.view([*left, y.shape[-1]])
     return y, None if h is None else h.view([*(gathered if how.give == "all" else lead), h.shape[-1]])

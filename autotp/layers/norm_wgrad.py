@@ -11,10 +11,14 @@ from torch import Tensor
 
 from ..collectives import sum_over_holders
 from ..comm import TPGroup
+from ..exchange import Gather, find_exchange
+from ..kernels.blocks import Dealt
 from ..kernels.main_grad import add_gradient, add_product, find_main_grad
 from ..kernels.matmul import view_side_by_side, wgrad
+from ..kernels.moves import BY_SIZE, Moves
 from ..kernels.norm import norm_forward
 from ..shard import Shard
+from .overlap import deal_sum
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,11 @@ class NormProduct:
         gather_rows: the rows are dealt to the ranks, and gathered before they are multiplied.
         own_rows: the rows are dealt to the ranks, and each multiplies its own: weight gradients are summed.
         sum_input: each rank computes a part of dh for all rows.
+        sum_output: each rank computes a part of y for all rows; scatter_rows: which are dealt to the ranks then.
         copied: of each linear's weight, then each one's bias: its Shard where several ranks hold parts of it.
         reduce_dtype: in which parts of dh are summed; None for their own.
         give: which norm output is returned beside y: "own" rows, "all" rows, or None.
+        moves: which way rows move; symmetric: how a small y is summed, see `sum_owned`; name: for messages.
     """
 
     kind: str | None
@@ -41,9 +47,34 @@ class NormProduct:
     gather_rows: bool = False
     own_rows: bool = False
     sum_input: bool = False
+    sum_output: bool = False
+    scatter_rows: bool = False
     copied: tuple[Shard | None, ...] = ()
     reduce_dtype: torch.dtype | None = None
     give: str | None = None
+    moves: Moves = BY_SIZE
+    symmetric: str | None = None
+    name: str = "LayerNormLinear"
+
+    def deal(self, rows: int) -> Dealt:
+        """How `rows`, of all ranks together, are dealt: equally many to each.
+
+        Raises:
+            KernelUnsupported: copies are asked for between ranks that can't copy.
+        """
+        group, own = self.group, rows // self.group.tp_size
+        exchange = find_exchange(group)
+        exchange.check(self.moves, self.name)
+        return Dealt(exchange, group.tp_rank, group.tp_size, (rows,), (own,), self.reduce_dtype, moves=self.moves)
+
+    def deal_sum(self, rows: int, width: int, dtype: torch.dtype) -> Dealt | None:
+        """How rows that all ranks have are dealt while they are summed; None: the sum is one collective.
+
+        Raises:
+            KernelUnsupported: copies are asked for between ranks that can't copy.
+        """
+        find_exchange(self.group).check(self.moves, self.name)
+        return deal_sum(self.group, self.moves, rows, rows * width * dtype.itemsize, self.reduce_dtype)
 
     def normalise(self, rows: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """h `[M, K]`, 1/rms and mean `[M]`."""
@@ -75,7 +106,7 @@ class Product:
 
     Attributes:
         x `[..., K]`, gamma, beta `[K]`: the norm's inputs; dy: each linear's output gradient `[M, N_i]`, None where no
-            weight gradient is wanted; dtype: what is multiplied is cast to.
+            weight gradient is wanted; dtype: what is multiplied is cast to; gather: of the normalised rows, once it has begun.
     """
 
     x: Tensor
@@ -83,6 +114,14 @@ class Product:
     beta: Tensor | None
     dy: list[Tensor | None]
     dtype: torch.dtype
+    gather: Gather | None = None
+
+    @torch.no_grad()
+    def begin(self, how: NormProduct) -> None:
+        """Normalise the input again; where its rows are dealt, begin to gather them."""
+        h = how.normalise(self.x.reshape(-1, self.x.shape[-1]), self.gamma, self.beta)[0]
+        dealt = how.deal(h.shape[0] * how.group.tp_size) if how.gather_rows else None
+        self.gather = Gather(h) if dealt is None else dealt.exchange.gather(h, how.moves.gather)
 
     @torch.no_grad()
     def weight_gradients(self, how: NormProduct, sink: Sink | None = None) -> list[Tensor | None]:
@@ -91,8 +130,10 @@ class Product:
         Args:
             sink: whose weights' `main_grad` takes the gradients; zeros are returned for those.
         """
-        h = how.normalise(self.x.reshape(-1, self.x.shape[-1]), self.gamma, self.beta)[0]
-        rows = (how.group.gather_rows(h) if how.gather_rows else h).to(self.dtype)
+        if self.gather is None:
+            self.begin(how)
+        assert self.gather is not None
+        rows = self.gather.wait_all().to(self.dtype)
         there = [dy for dy in self.dy if dy is not None]
         joined = view_side_by_side(there) if len(there) > 1 and sink is None else None
         if joined is not None:

@@ -20,6 +20,7 @@ from ..comm import TPGroup
 from ..errors import PlanError
 from ..shard import Run, Shard, take_runs
 from .base import TensorParallel_Layer, insert_class
+from .tokens import TokenStream
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Border:
     Attributes:
         summed, once, copied: parameter names; entries: arguments that enter; outputs: indices of outputs that are partial.
         reduce_dtype: dtype in which activations are summed; None for their own.
+        tokens: the stream whose dealt rows an argument may have been gathered from.
     """
 
     summed: tuple[str, ...] = ()
@@ -55,6 +57,7 @@ class Border:
     entries: tuple[Entry, ...] = ()
     outputs: tuple[int, ...] = ()
     reduce_dtype: torch.dtype | None = None
+    tokens: TokenStream | None = None
 
     @cached_property
     def slices(self) -> tuple[Entry, ...]:
@@ -151,7 +154,9 @@ def enter_value(module: RegionModule, entry: Entry, value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         if entry.sums and value.requires_grad and torch.is_grad_enabled():
-            value = copy_to_group(value, module.tp, module.autotp_border.reduce_dtype)
+            border = module.autotp_border
+            gathered = None if border.tokens is None else border.tokens.enter(value, border.reduce_dtype)
+            value = copy_to_group(value, module.tp, border.reduce_dtype) if gathered is None else gathered
         return value if entry.dim is None else take_part_of(value, entry, module)
     if type(value) in (tuple, list):
         return type(value)(enter_value(module, entry, each) for each in value)

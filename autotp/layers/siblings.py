@@ -16,7 +16,7 @@ import copy
 import ctypes
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,15 @@ from torch import Tensor, nn
 
 from ..collectives import copy_to_group
 from ..comm import TPGroup
+from ..exchange import Exchange, Gather
 from ..kernels.autocast import autocast_dtype
-from ..kernels.product import ProductSpec, multiply
+from ..kernels.dealt import Dealt, multiply_gathered
+from ..kernels.moves import Moves
+from ..kernels.product import Merged, ProductSpec, multiply
+from .overlap import choose_moves, deal_sums
 from .product import make_spec, watches_operations
 from .side_by_side import ALIGNMENT_BYTES, Laid, can_lie, find_place, lay_together
+from .tokens import TokenStream
 
 
 class SiblingInput:
@@ -41,10 +46,13 @@ class SiblingInput:
 
     Args:
         group: the ranks; members: how many linears there are; reduce_dtype: in which the input's gradient is summed.
+        tokens: the stream whose dealt rows the input may have been gathered from: its gradient is reduce-scattered then.
     """
 
-    def __init__(self, group: TPGroup, members: int, reduce_dtype: torch.dtype | None = None) -> None:
-        self.group, self.members, self.reduce_dtype = group, members, reduce_dtype
+    def __init__(
+        self, group: TPGroup, members: int, reduce_dtype: torch.dtype | None = None, tokens: TokenStream | None = None
+    ) -> None:
+        self.group, self.members, self.reduce_dtype, self.tokens = group, members, reduce_dtype, tokens
         self._slots: list[Any] = [lambda: None] * members  # weak: a copy of one member is a member of no group
         self._spec: ProductSpec | None = None
         self._laid: Laid | None = None
@@ -54,7 +62,8 @@ class SiblingInput:
         self.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SiblingInput:
-        twin = memo[id(self)] = SiblingInput(self.group, self.members, self.reduce_dtype)
+        tokens = copy.deepcopy(self.tokens, memo)
+        twin = memo[id(self)] = SiblingInput(self.group, self.members, self.reduce_dtype, tokens)
         twin._strikes, twin._alone = dict(self._strikes), dict(self._alone)
         laid = self.find_laid()
         if laid is not None:
@@ -171,14 +180,62 @@ class SiblingInput:
         if wants:
             if laid is None and any(w.device != x.device or w.dtype != weights[0].dtype for w in weights):
                 return None
-            outputs = multiply(spec, x, weights, biases, None if laid is None else laid.merge())
+            outputs = self._run_product(spec, x, weights, biases, None if laid is None else laid.merge())
         elif laid is None or dtype is not None:
             return None
+        elif self.tokens is not None and self.tokens.find_local(x) is not None:
+            outputs = self._run_product(spec, x, weights, biases, laid.merge())
         else:
             merged = laid.merge()
             outputs = torch.unsafe_split_with_sizes(layer.run(x, merged.weight, merged.bias), laid.sizes, -1)
         self._round = held = _Round(x, grad, dtype, wants, weights, outputs)
         return held.give(layer.place)
+
+    def _run_product(self, spec: ProductSpec, x: Tensor, weights: Any, biases: Any, merged: Merged | None) -> Any:
+        tokens, local = self.tokens, None if self.tokens is None else self.tokens.find_local(x)
+        if tokens is None or local is None:
+            if self.group.tp_size > 1 and x.requires_grad:
+                members = [layer for slot in self._slots if (layer := slot()) is not None]
+                spec = spec._replace(sums=deal_sums(members, self.group, x, x.shape[-1], self.reduce_dtype))
+            return multiply(spec, x, weights, biases, merged)
+        tokens.note_reader(self)
+        gather = Gather(x.detach().view(-1, x.shape[-1]))
+        return multiply_gathered(self._deal(spec, tokens.describe(x, self.reduce_dtype, gather)), local, weights, biases, merged)
+
+    def _deal(self, spec: ProductSpec, dealt: Dealt) -> ProductSpec:
+        return spec._replace(sum_input=None, dealt=dealt._replace(moves=self.choose_moves(dealt.exchange)))
+
+    def choose_moves(self, exchange: Exchange) -> Moves:
+        """Which way rows move in this call, as the members' options say."""
+        return choose_moves([layer for slot in self._slots if (layer := slot()) is not None], exchange)
+
+    def begin_ahead(self, local: Tensor, gather: Gather) -> Callable[[Tensor], None] | None:
+        """Compute all members' outputs of rows that are still on their way.
+
+        Args:
+            local: this rank's rows; gather: what brings the others'.
+
+        Returns:
+            what is to be told the tensor of all rows, by which the members will ask; None if they compute when they are called.
+        """
+        if self._round is not None:  # nobody asked for the last one's
+            self._drop(self._round, 2)
+            self._round = None
+        laid, tokens = self.find_laid(), self.tokens
+        if laid is None or tokens is None or not _is_plain(local):
+            return None
+        grad, dtype, weights = torch.is_grad_enabled(), autocast_dtype(local), laid.weights
+        wants = grad and (local.requires_grad or any(t is not None and t.requires_grad for t in (*weights, *laid.biases)))
+        if self._stays_alone(wants) or (dtype is not None and not wants):
+            return None
+        spec = self._spec or self._make_spec()
+        spec = self._deal(spec, tokens.describe(local, self.reduce_dtype, gather))
+        outputs = multiply_gathered(spec, local, weights, laid.biases, laid.merge())
+
+        def hold(full: Tensor) -> None:
+            self._round = _Round(full, grad, dtype, wants, weights, outputs)
+
+        return hold
 
     def _stays_alone(self, wants: bool) -> bool:
         """Whether members compute one by one; that changes between forwards, never between one and its recomputation."""
@@ -209,18 +266,22 @@ class SiblingInput:
     def enter(self, x: Tensor) -> Tensor:
         """`x` as sharded computation reads it; its gradient is the sum over all ranks and siblings."""
         if self.members == 1:
-            return copy_to_group(x, self.group, self.reduce_dtype)
+            return self._sum_gradient(x)
         # A compiler knows no versions, but itself sees to it that an edit of x is an edit of what was entered.
         state = (None if torch.compiler.is_compiling() else x._version, autocast_dtype(x))
         if self._source is not x or self._state != state:
             self._source, self._state, self._left = x, state, self.members
-            self._entered = copy_to_group(x, self.group, self.reduce_dtype)
+            self._entered = self._sum_gradient(x)
         entered = self._entered
         assert entered is not None
         self._left -= 1
         if self._left == 0:
             self.clear()
         return entered
+
+    def _sum_gradient(self, x: Tensor) -> Tensor:
+        gathered = None if self.tokens is None else self.tokens.enter(x, self.reduce_dtype)
+        return copy_to_group(x, self.group, self.reduce_dtype) if gathered is None else gathered
 
 
 class _Round:

@@ -15,6 +15,8 @@ from ..errors import AutoTPError
 
 DTYPES = ("bfloat16", "float32", "float16")
 SCHEDULES = ("constant", "linear", "cosine")
+# The words of --sequence-parallel, and what `parallelize` calls them; YAML reads on and off as true and false.
+WHEN_DEALT: dict[str, bool | str] = {"never": False, "auto": "auto", "always": True}
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,15 @@ class TrainOptions:
         eval_data, eval_every, eval_batches: files to evaluate on, every how many steps (0: at the end only) and how many
             batches (None: all).
         save_every: a checkpoint to resume from every so many steps; 0: only when the run is interrupted.
+        keep_last: how many of these are left; 0: all.
+        async_save: they are written beside the training, which goes on as soon as a copy is made in the CPU's memory.
         resume: a directory `checkpoint-STEP`, or "auto": the newest in `out`, if there is one.
         seed: of the data's order and of dropout.
         log: a file to which `train` writes each step's event as a JSON line; a resumed run adds to it.
         tensorboard: a directory to which `train` writes the same for TensorBoard.
         plan: a Plan JSON to use instead of the discovered one.
+        sequence_parallel: when tokens are dealt to the tp ranks between regions: "never", "auto" (where there are many) or
+            "always" (as soon as there are as many as ranks).
 
     Raises:
         AutoTPError: a value that can't be, with the flag, the value and a way out.
@@ -81,11 +87,14 @@ class TrainOptions:
     eval_every: int = 0
     eval_batches: int | None = None
     save_every: int = 0
+    keep_last: int = 0
+    async_save: bool = False
     resume: str | None = None
     seed: int = 0
     log: str | None = None
     tensorboard: str | None = None
     plan: str | None = None
+    sequence_parallel: str = "never"
 
     def __post_init__(self) -> None:
         for field, kind in typing.get_type_hints(type(self)).items():
@@ -94,7 +103,7 @@ class TrainOptions:
         self._check_ranges()
 
     def _check_choices(self) -> None:
-        for field, allowed in (("dtype", DTYPES), ("lr_schedule", SCHEDULES)):
+        for field, allowed in (("dtype", DTYPES), ("lr_schedule", SCHEDULES), ("sequence_parallel", tuple(WHEN_DEALT))):
             if getattr(self, field) not in allowed:
                 _refuse(
                     field, getattr(self, field), f"is not one of {', '.join(allowed)}{_nearest(getattr(self, field), allowed)}"
@@ -115,7 +124,7 @@ class TrainOptions:
                 _refuse(field, value, "is below 1: give a whole number above 0")
         if self.seq_length < 2:
             _refuse("seq_length", self.seq_length, "is below 2: a sequence needs a token to predict the next one from")
-        for field in ("lr", "warmup", "weight_decay", "clip", "eval_every", "save_every", "seed"):
+        for field in ("lr", "warmup", "weight_decay", "clip", "eval_every", "save_every", "keep_last", "seed"):
             value = getattr(self, field)
             if not 0 <= value < math.inf:
                 _refuse(field, value, "is not a finite number from 0 on")

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoTokenizer
 from ..errors import AutoTPError
 from ..inject.plan import Plan
 from ..inject.rewrite import from_pretrained
-from .options import TrainOptions
+from ..places import Places
+from .options import WHEN_DEALT, TrainOptions
 from .paths import nearest_path
-from .places import Places
 
 
 def make_accelerator(options: TrainOptions, places: Places) -> Accelerator:
@@ -111,7 +111,8 @@ def load_model(options: TrainOptions, places: Places) -> nn.Module:
         AutoTPError: no weights, no plan, or no gradient checkpointing where it is asked for.
     """
     plan = "auto" if options.plan is None else read_plan(options.plan)
-    model = from_pretrained(options.model, places.tp, plan=plan, dtype=getattr(torch, options.dtype))
+    dealt = WHEN_DEALT[options.sequence_parallel]
+    model = from_pretrained(options.model, places.tp, plan=plan, sequence_parallel=dealt, dtype=getattr(torch, options.dtype))
     if options.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise AutoTPError(f"{type(model).__name__} has no gradient checkpointing: leave --gradient-checkpointing out")

@@ -29,6 +29,7 @@ from autotp.kernels.gated import gated
 from autotp.kernels.norm import KINDS, add_norm, norm, norm_backward, norm_forward
 from autotp.kernels.reference import ACTIVATIONS
 from autotp.kernels.rotary import rotary
+from tests.gpu.decoding import compare_decoding, launch_decoding
 from tests.gpu.experts import LARGE, ODD, SMALL, expert_forms
 
 CPU = "--cpu" in sys.argv
@@ -193,6 +194,8 @@ CASES = {"norm": norm_cases, "gated": gated_cases, "rotary": rotary_cases, "expe
 
 def compare_all(part: str, dtype: torch.dtype) -> list[dict[str, Any]]:
     torch.manual_seed(0)
+    if part == "decoding":
+        return compare_decoding(dtype, DEVICE, CPU)
     return [row for case in CASES[part]() for row in compare(case, dtype)]
 
 
@@ -238,7 +241,7 @@ def launch_all() -> int:
             run(turn, draw(2, 5, heads, width), draw(2, 5, kv_heads, width))
     for _, compute, _, inputs in expert_forms(ODD, DEVICE):
         run(compute, *inputs)
-    return launches
+    return launches + launch_decoding(DEVICE)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -266,7 +269,7 @@ def main() -> int:
         if not CPU:
             torch.cuda.synchronize()
         return 0
-    jobs = [(part, dtype) for part in CASES for dtype in DTYPES]
+    jobs = [(part, dtype) for part in (*CASES, "decoding") for dtype in DTYPES]
     if CPU:
         rows = [row for job in jobs for row in compare_all(*job)]
     else:  # compiling is what takes the time

@@ -4,6 +4,7 @@
 """
 
 import copy
+import inspect
 import itertools
 import os
 import shutil
@@ -13,11 +14,14 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import autotp
+from autotp.checkpoint.random_state import random_state, set_random_state
+from autotp.generation.engine import find_engine
+from autotp.layers.decoding import decoding_step
 from autotp.train.optimizer import MasterOptimizer
-from autotp.train.resume import random_state, set_random_state
+from tests.gpu.moving_rows import CHECKS
 from tests.inject.test_families import full_gradients
 from tests.models import batch, tiny
 
@@ -144,7 +148,39 @@ def check_generate(family):
     kw = dict(attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, use_cache=True)
     want, got = reference.eval().generate(ids, **kw), model.eval().generate(ids, **kw)
     assert torch.equal(want, got), (want, got)
-    return f"{got.shape[1] - ids.shape[1]} tokens equal"
+    engine = find_engine(model)
+    assert (engine.captures or not CUDA) and not engine.broken, engine.broken
+    drawn = dict(kw, do_sample=True, top_k=20)
+    torch.manual_seed(0)
+    want = reference.generate(ids[:1], **drawn)
+    torch.manual_seed(0)
+    assert torch.equal(want, model.generate(ids[:1], **drawn))
+    return f"{got.shape[1] - ids.shape[1]} tokens equal, {engine.captures} graphs"
+
+
+def decode_steps(model, ids, steps=4):
+    """Logits of `steps` more tokens, the same ones for all models."""
+    cache, found = StaticCache(config=model.config, max_cache_len=32), []
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    model(input_ids=ids, use_cache=True, **{name: cache})
+    with decoding_step():
+        for step in range(steps):
+            found.append(model(input_ids=ids[:, step : step + 1], use_cache=True, **{name: cache}).logits)
+    return torch.cat(found, 1)
+
+
+@torch.no_grad()
+def check_decoding(family):
+    reference, model = pair(family)
+    ids = to_device(batch(reference))["input_ids"]
+    errors = []
+    for each in (None, torch.bfloat16):
+        want = decode_steps(reference.eval(), ids)
+        got = decode_steps(model.eval().to(each) if each else model.eval(), ids)
+        errors.append(relative(got, want))
+    assert errors[0] <= 1e-4 and errors[1] <= 0.1, errors
+    peers = next(m.tp for m in model.modules() if hasattr(m, "tp")).find_peers()
+    return f"logits {errors[0]:.1e}, in bfloat16 {errors[1]:.1e}; {'written to peers' if peers and peers._inboxes else 'NCCL'}"
 
 
 def check_checkpointing(family):
@@ -170,6 +206,35 @@ def check_optimizer_and_random_state(family):
     set_random_state(state)
     assert torch.equal(torch.rand(64, device=DEVICE), first) and not torch.equal(first, other)
     return f"AdamW on float32 masters{', fused' if CUDA else ''}; {sorted(state)} restored"
+
+
+def check_training_state(family):
+    """bf16, fused AdamW, dropout's numbers: saved beside the next step, gone on from bit for bit."""
+    box = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
+    losses, weights = [], []
+    for first in (0, 2):
+        model = autotp.parallelize(tiny(family, attention_dropout=0.2, seed=first).bfloat16()).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=CUDA)
+        state = autotp.TrainingState(model, optimizer)
+        if first:
+            assert state.load(box[0]).step == 2
+        for step in range(first, 4):
+            if step == 2 and not first:
+                state.save(box[0], 2, async_save=True)
+            loss = model(**to_device(batch(model, seed=step))).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        state.wait()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert losses[2:4] == losses[4:], losses
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    dist.barrier()
+    if RANK == 0:
+        shutil.rmtree(box[0])
+    return f"losses {losses[4:]} again"
 
 
 def check_found_inf(family):
@@ -259,6 +324,7 @@ def check_norm_linear(norm):
 
 
 ALONE = (check_no_sync, check_generate, check_checkpointing, check_optimizer_and_random_state, check_found_inf)
+ALONE += (check_training_state,)
 
 
 def main():
@@ -266,7 +332,9 @@ def main():
     checks = [(f, family) for f in (check_float32, check_steps, check_bf16, check_gather_and_save) for family in FAMILIES]
     checks += [(f, "llama") for f in ALONE]
     checks += [(check_generate, "gemma2"), (check_smollm2_shape, None)]
+    checks += [(check_decoding, family) for family in FAMILIES]
     checks += [(check_norm_linear, norm) for norm in ("LayerNorm", "RMSNorm")]
+    checks += [(check, None) for check in CHECKS]
     failed = 0
     for check, family in checks:
         try:

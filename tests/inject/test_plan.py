@@ -11,7 +11,7 @@ from torch import nn
 import autotp
 from autotp.errors import PlanError
 from autotp.inject.callsites import ShapeFix
-from autotp.inject.plan import InputPlan, ModulePlan, NormPlan, Plan, fold_name
+from autotp.inject.plan import Chain, InputPlan, ModulePlan, NormPlan, Plan, TokenPlan, fold_name
 from tests.models import tiny, tiny_config
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gpt_neox", "phi3"]
@@ -56,16 +56,20 @@ def test_json_keeps_every_field():
         outputs=(0, 2),
         norm=NormPlan("rms", 1e-6, 6),
         forward="attention",
+        overlap={"ub_overlap_rs": True, "ub_name": "q"},
         fixes=(
             ShapeFix("m:A.forward", (3, 3, 8, 40), "shape", "x.view(b, c)", {1: (2, 3), "dim": (4, 5)}, {1: 5}),
             ShapeFix("m:A.forward", (4, 4, 8, 40), "split", sections=((1, 2), (3, 4))),
             ShapeFix("m:f", (5, 5, 8, 40), "narrow", operand="left", dim=-3, size=4, runs=(((0, 2, 2, 1),), ((2, 2, 2, 1),))),
         ),
+        tokens=TokenPlan("layers", (("x", 0), ("mask", None)), "slice", ("norm.weight",), True),
     )
     for part in dataclasses.fields(ModulePlan):  # nothing above is a default, so nothing is compared in vain
         default = part.default if part.default is not dataclasses.MISSING else None
         assert getattr(module, part.name) != default
     plan = Plan(2, "Probe", (module,), tied=(("a", "b"),), head="a", loss="whole", param_bytes={"a": 8}, versions={"torch": "2"})
+    chain = Chain("layers", ("layers.0", "layers.1"), "x", 0, "norm", ("x", None))
+    plan = dataclasses.replace(plan, sequence_parallel="auto", chains=(chain,), tokens="not dealt")
     assert Plan.from_json(plan.to_json()) == plan
     assert dataclasses.replace(plan, loss="other").digest() != plan.digest()
 
@@ -192,9 +196,15 @@ def check_bare(group):
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
     x = torch.randn(3, 4)
     expected = model(x)
-    autotp.parallelize(model, group, plan={"0": "colwise", "2": "rowwise"})
+    row = {"style": "rowwise", "ub_overlap_rs": False, "ub_name": "down"}
+    autotp.parallelize(model, group, plan={"0": "colwise", "2": row})
     assert model[0].weight.shape == (3, 4)
+    assert (model[2].ub_overlap_rs, model[2].ub_name, model[0].ub_overlap_rs) == (False, "down", None)
     torch.testing.assert_close(model(x), expected)
+    with pytest.raises(PlanError, match=r"plan\['0'\]: \['ub_bulk_wgrad'\] are about sharded linears, .* 'replicate'"):
+        autotp.make_plan(nn.Sequential(nn.Linear(4, 6)), 2, {"0": {"ub_bulk_wgrad": True}})
+    autotp.unshard(model)
+    assert not {"ub_overlap_rs", "ub_name"} & set(model[2].__dict__)
 
 
 def test_a_region_at_the_root_is_rewritten(ranks):

@@ -185,7 +185,7 @@ BAD = {
     "a sibling is missing": ({"plan": UP_DOWN}, ["does not compute", "sibling"]),
     "unit": ({"plan": {k: {"style": v, "unit": 64} for k, v in PAIR.items()}}, ["96", "unit of 64"]),
     "unknown key": ({"plan": {"model.layers.*.mlp.up_proj": {"style": "colwise", "units": 2}}}, ["'units'"]),
-    "not built": ({"sequence_parallel": True}, ["sequence_parallel"]),
+    "no such mode": ({"sequence_parallel": "always"}, ["sequence_parallel", "'auto'"]),
     "no precision": ({"precision": "fp8"}, ["precision"]),
     "logits": ({"logits": "none"}, ["logits"]),
     "head": ({"head": "half"}, ["head"]),

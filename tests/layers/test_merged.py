@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from autotp.comm import TPGroup
-from autotp.kernels import product
+from autotp.kernels import gradients
 from autotp.layers.linear import LinearLayer
 from autotp.layers.siblings import SiblingInput, lay_siblings
 
@@ -171,7 +171,7 @@ def test_gradients_that_lie_side_by_side_are_not_copied():
 
 
 def test_wide_gradients_are_chained_instead_of_copied(monkeypatch):
-    monkeypatch.setattr(product, "SMALL", 0)
+    monkeypatch.setattr(gradients, "SMALL", 0)
     plain, mine = pair()
     compare(plain, mine, made(1, 2, 5, 12))
     outputs = mine(made(1, 50, 12).requires_grad_())
@@ -179,11 +179,11 @@ def test_wide_gradients_are_chained_instead_of_copied(monkeypatch):
         torch.autograd.backward(outputs, [made(i, 50, n) for i, n in enumerate(SIZES)])
     assert seen.copies == 1  # 18 columns, 24 that two more products would add to
     wide, mine = Three(sizes=(16, 16, 16)), pair(sizes=(16, 16, 16))[1]
-    gradients = [made(i, 50, 16) for i in range(3)]
+    grads = [made(i, 50, 16) for i in range(3)]
     for model in (wide, mine):
         outputs = model(made(1, 50, 12).requires_grad_())
         with Products() as seen:
-            torch.autograd.backward(outputs, gradients)
+            torch.autograd.backward(outputs, grads)
         assert seen.copies == 0 and seen.products == 6
     for a, b in zip(wide.parameters(), mine.parameters(), strict=True):
         torch.testing.assert_close(b.grad, a.grad)

@@ -16,6 +16,7 @@ import autotp
 from autotp import LayerNormLinear, LinearLayer
 from autotp.comm import resolve_group
 from autotp.errors import AutoTPError, PlanError
+from autotp.kernels import blocks
 from autotp.layers import norm_product, norm_wgrad
 from autotp.layers.linear import prepare
 from autotp.layers.siblings import SiblingInput
@@ -424,7 +425,7 @@ class Products:
 
     def __enter__(self):
         self.counts, self.real = [0, 0, 0], {}
-        for i, (home, name) in enumerate([(norm_product, "linear"), (norm_product, "dgrad"), (norm_wgrad, "wgrad")]):
+        for i, (home, name) in enumerate([(norm_product, "linear"), (blocks, "dgrad"), (norm_wgrad, "wgrad")]):
             self.real[name] = home, getattr(home, name)
             setattr(home, name, lambda *args, i=i, name=name: self.count(i, name, args))
         return self

@@ -1,0 +1,265 @@
+"""Blocks moved by copy engines: a rank puts one into its symmetric memory and sets a flag of the receiver's, who fetches it.
+
+Streams wait for flags by themselves, by the driver's stream memory operations, so neither a multiprocessor nor the host does.
+Every rank queues the same moves in the same order; a rank that does not come is noticed by a Watch (watch.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import TPGroup
+from ..errors import AutoTPError
+from ..kernels.blocks import block_of
+from ..kernels.moves import Decision
+from .base import Exchange, Gather, Scatter
+from .device import CudaDevice
+from .watch import Watch
+
+SLOTS = 2  # buffers of each kind: the next exchange need not wait until all have fetched from the last
+AT_LEAST = 0  # how a stream compares a flag
+NEVER = 2**30  # more than any flag counts
+
+
+class _Slot:
+    """One symmetric buffer, and who has put what where: flags count uses, so that none has to be reset.
+
+    Attributes:
+        uses: how often it was used; pointers: of every rank's buffer; capacity: bytes of each.
+        ready, fetched: for each peer, addresses of the flags by which it tells this rank (`here`) and this rank tells it.
+        places: where this rank's `ready` and `fetched` flags begin.
+        queued: event of this rank's stream when a use begins; arrived: for each rank, when its block has been fetched.
+    """
+
+    def __init__(self, exchange: CopyExchange, place: int) -> None:
+        self.exchange, self.uses, self.capacity = exchange, 0, 0
+        self.buffer: Any = None
+        self.pointers: Sequence[int] = ()
+        self.views: dict[Any, Tensor] = {}
+        size, me = exchange.group.tp_size, exchange.rank
+
+        self.places = [(place * 2 + kind) * size for kind in range(2)]  # of this rank's flags, ready and fetched
+
+        def flag(owner: int, kind: int, writer: int) -> int:
+            return exchange.flag_pointers[owner] + 4 * (self.places[kind] + writer)
+
+        self.ready_here, self.ready_there = ([flag(me, 0, p) for p in range(size)], [flag(p, 0, me) for p in range(size)])
+        self.fetched_here, self.fetched_there = ([flag(me, 1, p) for p in range(size)], [flag(p, 1, me) for p in range(size)])
+        self.queued = exchange.device.make_event()
+        self.arrived = [exchange.device.make_event() for _ in range(size)]
+
+    def grow(self, n_bytes: int) -> None:
+        """Replace the buffer by one of `n_bytes`, on all ranks together."""
+        exchange = self.exchange
+        exchange.meet()
+        self.views, self.buffer = {}, None
+        self.buffer, self.pointers = exchange.device.allocate(n_bytes)
+        self.capacity = n_bytes
+
+    def begin(self, stream: int) -> None:
+        """Take the next use of the buffer: `stream` waits until all have fetched what the last one put there."""
+        wait, uses = self.exchange.device.wait, self.uses
+        for peer in self.exchange.peers:
+            wait(stream, self.fetched_here[peer], uses, AT_LEAST)
+        self.uses = uses + 1
+
+    def fetch(self, stream: int, peer: int, target: int, source: int, n_bytes: int) -> None:
+        """Copy `n_bytes` from `peer`'s buffer once it says that they are there, and tell it."""
+        driver = self.exchange.device
+        driver.wait(stream, self.ready_here[peer], self.uses, AT_LEAST)
+        if n_bytes:
+            driver.copy(target, self.pointers[peer] + source, n_bytes, stream)
+        driver.write(stream, self.fetched_there[peer], self.uses, 0)
+        driver.record(self.arrived[peer], stream)
+
+    def view(self, shape: tuple[int, int], dtype: torch.dtype, offset: int) -> Tensor:
+        """This rank's buffer from byte `offset` on as a tensor."""
+        key = shape, dtype, offset
+        found = self.views.get(key)
+        if found is None:
+            n_bytes = shape[0] * shape[1] * dtype.itemsize
+            found = self.views[key] = self.buffer[offset : offset + n_bytes].view(dtype).view(shape)
+        return found
+
+
+class CopyExchange(Exchange):
+    """Moves blocks by copy engines over peer pointers, beside what computes.
+
+    Attributes:
+        peers: the other ranks, nearest after this one first; sources: nearest before it first.
+        rank: this rank; device: its GPU; stream: where copies are queued, in the same order on every rank.
+        smallest_bytes: of all blocks together, from which on they are copied unasked.
+        flags: this rank's, which the others write; done: how many uses of its slots are through, written by the copies' stream.
+        queued: how many are queued; uses: those that may not be through: number, kind, slot, and how often that was used.
+        broken: why nothing moves any more, empty as long as it does.
+    """
+
+    def __init__(self, group: TPGroup, device: Any = None) -> None:
+        super().__init__(group, "")
+        self.device = device or CudaDevice(group)
+        self.rank, size, self.stream = group.tp_rank, group.tp_size, self.device.stream
+        self.peers = tuple((self.rank + i) % size for i in range(1, size))
+        self.sources = tuple(reversed(self.peers))
+        memory, self.flag_pointers = self.device.allocate(4 * 2 * SLOTS * 2 * size)
+        self.flags, self.counter, self.broken = memory.view(torch.int32), self.device.make_counter(), ""
+        self.done_pointer = self.counter.data_ptr()
+        self.done = ctypes.c_int32.from_address(self.done_pointer)
+        self.uses: deque[tuple[int, str, _Slot, int]] = deque()
+        self.queued = 0
+        self.slots = {kind: [_Slot(self, SLOTS * i + j) for j in range(SLOTS)] for i, kind in enumerate(("gather", "scatter"))}
+        self.device.fill(self.flags, 0)  # now: a kernel that is loaded while a stream waits may wait itself
+        self.device.read(self.flags)
+        self.meet()
+        Watch(self).start()
+
+    def meet(self) -> None:
+        """Wait on the host until every rank is here and its device is idle.
+
+        Raises:
+            GatherError: naming the ranks that did not come in time.
+        """
+        self.device.synchronize()
+        self.group.arrive("moving rows between ranks")
+
+    def current_stream(self) -> int:
+        """Handle of the stream that torch queues on."""
+        return self.device.current_stream()
+
+    def finish_use(self, kind: str, slot: _Slot) -> None:
+        """All of one use of a slot is queued."""
+        self.uses.append((self.queued + 1, kind, slot, slot.uses))
+        self.queued += 1
+        self.device.write(self.stream, self.done_pointer, self.queued, 0)
+
+    def find_missing(self) -> str:
+        """Which ranks the oldest use that is not through waits for, and where."""
+        number, kind, slot, uses = next(use for use in list(self.uses) if use[0] > self.done.value)
+        flags = self.device.read(self.flags).tolist()
+        ready, fetched = (flags[start : start + self.group.tp_size] for start in slot.places)
+        missing = sorted(rank for rank in self.peers if ready[rank] < uses or fetched[rank] < uses - 1)
+        who = f"TP rank(s) {missing} did not come" if missing else "its GPU did not finish what was queued before"
+        return f"{kind} {number} of rows on TP rank {self.rank}: {who}"
+
+    def give_up(self, reason: str) -> None:
+        """Let go of what waits for the others; the next call raises."""
+        self.broken = reason
+        self.device.fill(self.flags, NEVER)
+
+    def take_slot(self, kind: str, n_bytes: int) -> _Slot:
+        """The next buffer of a kind, grown to `n_bytes` if it is smaller; every rank asks for as many."""
+        slots, uses, done = self.slots[kind], self.uses, self.done.value
+        while uses and uses[0][0] <= done:
+            uses.popleft()
+        slot = slots.pop(0)
+        slots.append(slot)
+        if slot.capacity < n_bytes:
+            slot.grow(n_bytes)
+        return slot
+
+    def decide(self, n_bytes: int, way: bool | None) -> Decision:
+        if self.broken:
+            raise AutoTPError(self.broken)
+        found = super().decide(n_bytes, way)
+        if found.copies and self.device.is_capturing():
+            return Decision(False, "a CUDA graph is being captured, whose replays would not wait for new rows")
+        return found
+
+    def beside(self) -> AbstractContextManager[Any]:
+        return self.device.beside()
+
+    def gather(self, local: Tensor, way: bool | None = None, full: Tensor | None = None) -> Gather:
+        if not self.decide(self.group.tp_size * local.numel() * local.element_size(), way).copies:
+            return super().gather(local)
+        return _CopyGather(self, local.contiguous(), full)
+
+    def scatter(self, rows: int, width: int, like: Tensor, dtype: torch.dtype | None = None, way: bool | None = None) -> Scatter:
+        if not self.decide(rows * width * like.element_size(), way).copies:
+            return super().scatter(rows, width, like, dtype)
+        return _CopyScatter(self, rows, width, like, dtype)
+
+
+class _CopyGather(Gather):
+    def __init__(self, exchange: CopyExchange, local: Tensor, full: Tensor | None) -> None:
+        size, rows, me = exchange.group.tp_size, local.shape[0], exchange.rank
+        full = local.new_empty(size * rows, *local.shape[1:]) if full is None else full
+        super().__init__(full, (me, *exchange.sources))
+        self.exchange, self.local, self.rank, self.rows = exchange, local, me, rows
+        n_bytes, stream, driver = local.numel() * local.element_size(), exchange.stream, exchange.device
+        self.slot = slot = exchange.take_slot("gather", n_bytes)
+        source, target = local.data_ptr(), self.full.data_ptr()
+        current = exchange.current_stream()
+        slot.begin(current)
+        # A copy within one GPU runs on its multiprocessors: on the other stream it would wait until the next product leaves some.
+        driver.copy(slot.pointers[me], source, n_bytes, current)
+        driver.record(slot.queued, current)
+        driver.wait_event(stream, slot.queued, 0)
+        for peer in exchange.peers:
+            driver.write(stream, slot.ready_there[peer], slot.uses, 0)
+        for peer in exchange.sources:
+            slot.fetch(stream, peer, target + peer * n_bytes, 0, n_bytes)
+        driver.copy(target + me * n_bytes, source, n_bytes, stream)
+        driver.record(slot.arrived[me], stream)
+        exchange.finish_use("gather", slot)
+
+    def wait(self, rank: int) -> Tensor:
+        if rank == self.rank:
+            return self.local
+        self._wait(rank)
+        return self.full[rank * self.rows : (rank + 1) * self.rows]
+
+    def wait_all(self) -> Tensor:
+        self._wait(self.rank)
+        return self.full
+
+    def _wait(self, rank: int) -> None:
+        self.exchange.device.wait_event(self.exchange.current_stream(), self.slot.arrived[rank], 0)
+
+
+class _CopyScatter(Scatter):
+    def __init__(self, exchange: CopyExchange, rows: int, width: int, like: Tensor, dtype: torch.dtype | None) -> None:
+        super().__init__(exchange.group, dtype)
+        size = exchange.group.tp_size
+        self.exchange, self.rows, self.width, self.part_dtype = exchange, rows, width, like.dtype
+        self.order, self.sent = exchange.peers, 0
+        self.block_bytes = -(-rows // size) * width * like.element_size()
+        own = block_of(rows, exchange.rank, size)
+        self.received = [like.new_empty(own.stop - own.start, width) for _ in exchange.peers]
+        self.slot = exchange.take_slot("scatter", len(exchange.peers) * self.block_bytes)
+        self.slot.begin(exchange.current_stream())
+
+    def _offset(self, sender: int, receiver: int) -> int:
+        """Where in `sender`'s buffer the block of `receiver` lies, in bytes."""
+        return ((receiver - sender) % self.exchange.group.tp_size - 1) * self.block_bytes
+
+    def place(self, rank: int) -> Tensor:
+        block = block_of(self.rows, rank, self.exchange.group.tp_size)
+        return self.slot.view((block.stop - block.start, self.width), self.part_dtype, self._offset(self.exchange.rank, rank))
+
+    def send(self, rank: int) -> None:
+        exchange, slot = self.exchange, self.slot
+        driver, stream = exchange.device, exchange.stream
+        driver.record(slot.queued, exchange.current_stream())
+        driver.wait_event(stream, slot.queued, 0)
+        driver.write(stream, slot.ready_there[rank], slot.uses, 0)
+        sender, target = exchange.sources[self.sent], self.received[self.sent]  # who sends its block of mine as its i-th
+        n_bytes = target.numel() * target.element_size()
+        slot.fetch(stream, sender, target.data_ptr(), self._offset(sender, exchange.rank), n_bytes)
+        self.sent += 1
+        if self.sent == len(exchange.peers):
+            exchange.finish_use("scatter", slot)
+
+    def receive(self) -> Tensor | None:
+        exchange = self.exchange
+        exchange.device.wait_event(exchange.current_stream(), self.slot.arrived[exchange.sources[-1]], 0)
+        total, *others = self.received
+        total = total.to(self.dtype or self.part_dtype)
+        for part in others:
+            total.add_(part)
+        return total

@@ -1,0 +1,153 @@
+"""Where transformers' generate meets our loop.
+
+`generate` prepares everything (processors, criteria, masks, lengths) and then calls `_sample`; there the calls on parallelized
+models that our loop serves turn to it. The others, and other models, run what transformers wrote. The public hook,
+`generate(custom_generate=function)`, would not do: it drops the streamer and the tokenizer that stop strings need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
+
+from ..comm import TPGroup
+from ..errors import AutoTPError
+from ..layers.integrations import replace
+from .choose import Head
+from .engine import Engine, find_engine
+from .loop import Loop, Request
+from .prompt import PromptStep, fit_graph, read_prompt, take_inputs
+from .serve import CONSTANTS, find_cache_name, why_not
+from .step import Form, Step
+
+_installed = False
+_OTHERS = {"_beam_search": "beam search", "_assisted_decoding": "assisted decoding"}
+
+
+def install_generation() -> None:
+    """Wrap the decoding methods of transformers' GenerationMixin, once for the process."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    replace(GenerationMixin, "_sample", _wrap_sample)
+    for name, words in _OTHERS.items():
+        replace(GenerationMixin, name, lambda original, words=words: _wrap_other(original, words))
+
+
+def _wrap_sample(original: Callable) -> Callable:
+    def sample(
+        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None, **kwargs: Any
+    ) -> Any:
+        engine = find_engine(self)
+        if engine is not None:
+            reason = why_not(self, input_ids, generation_config, synced_gpus, kwargs)
+            if reason is None:
+                request = Request(logits_processor, stopping_criteria, generation_config, streamer)
+                with torch.inference_mode(False), torch.no_grad():
+                    return decode(engine, self, request, input_ids, kwargs)
+            _prepare_other(engine, generation_config, reason)
+        return original(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **kwargs)
+
+    return sample
+
+
+def _wrap_other(original: Callable, words: str) -> Callable:
+    def decode_otherwise(self, input_ids, *args: Any, **kwargs: Any) -> Any:
+        engine = find_engine(self)
+        if engine is not None:
+            _prepare_other(engine, kwargs.get("generation_config"), words)
+        return original(self, input_ids, *args, **kwargs)
+
+    return decode_otherwise
+
+
+def _prepare_other(engine: Engine, config: Any, reason: str) -> None:
+    """What transformers' own loops need on sharded models: one stream of draws."""
+    engine.say(f"generate runs transformers' own decoding, without CUDA graphs: {reason}")
+    if config is None or config.do_sample:
+        align_draws(engine.group)
+
+
+def align_draws(group: TPGroup) -> None:
+    """Give every rank the state of rank 0's default random generator, on the device that the model is on."""
+    if group.tp_size == 1:
+        return
+    cuda = group.device.type == "cuda"
+    state = group.broadcast_object(torch.cuda.get_rng_state(group.device) if cuda else torch.get_rng_state())
+    torch.cuda.set_rng_state(state, group.device) if cuda else torch.set_rng_state(state)
+
+
+def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
+    """`_sample` of a parallelized model, by our loop.
+
+    Raises:
+        AutoTPError: the ranks ask for different things, or one of them stopped.
+    """
+    cache_name = find_cache_name(model_kwargs)
+    assert cache_name is not None
+    check_alike(engine.group, request.describe(input_ids, model_kwargs.get("attention_mask")))
+    request.config.disable_compile = True
+    engine.refresh(model)
+    inputs = take_inputs(input_ids, {name: value for name, value in model_kwargs.items() if name != cache_name})
+    rows, length = engine.bucket(input_ids.shape[0], max(request.limit - 1, request.config.max_cache_len or 0))
+    text = model.config.get_text_config(decoder=True)
+    cache = engine.take_cache(text, rows, length)
+    head = Head(model)
+    positions = inputs.get("position_ids")
+    form = Form(
+        rows,
+        length,
+        request.greedy,
+        None if positions is None else tuple(positions.shape[:-2]),
+        "attention_mask" in inputs,
+        inputs.get("token_type_ids") is not None,
+        tuple((name, inputs[name]) for name in CONSTANTS if inputs.get(name) is not None),
+    )
+    step = engine.take_step(form, lambda: Step(form, cache, cache_name, engine.group, head))
+    loop = Loop(engine, model, step, request, input_ids)
+
+    def read() -> Tensor:
+        tokens = fit_graph(form, input_ids, request.config, inputs) if engine.can_capture(PromptStep) else None
+        if tokens is None:
+            logits = read_prompt(model, cache, cache_name, input_ids, request.config, inputs, head if request.greedy else None)
+        else:
+            key = (form._replace(greedy=True), tokens)  # its logits serve both
+            first = engine.take_step(key, lambda: PromptStep(form, tokens, cache, cache_name, head))
+            first.fill(input_ids)
+            engine.launch(first, model)
+            logits = first.logits[: input_ids.shape[0]] if request.greedy else head.gather(first.logits[: input_ids.shape[0]])
+        step.begin(input_ids, inputs, request.eos, request.pad)
+        return logits
+
+    optimize = getattr(model, "_optimize_model_for_decode", nullcontext)
+    with optimize():
+        sequences = loop.run(read)
+    if not request.config.return_dict_in_generate:
+        return sequences
+    static = request.config.cache_implementation == "static"
+    kept = StaticCache(config=text, max_cache_len=request.config.max_length - 1) if static else DynamicCache(config=text)
+    cache.copy_to(kept, input_ids.shape[0], sequences.shape[1] - 1)
+    made: Any = GenerateDecoderOnlyOutput
+    return made(sequences=sequences, scores=loop.scores, logits=loop.logits, **{cache_name: kept})
+
+
+def check_alike(group: TPGroup, asked: str) -> None:
+    """Refuse a generation that ranks ask for in different ways, before any of them waits for another.
+
+    Raises:
+        AutoTPError: naming the ranks and what they ask for; GatherError: the ranks that did not come.
+    """
+    notes = group.arrive("generate", asked)
+    odd = [rank for rank, note in enumerate(notes) if note != notes[0]]
+    if odd:
+        raise AutoTPError(
+            f"generate was called in different ways: TP rank {odd[0]} asks for {notes[odd[0]]}; rank 0 for {notes[0]}. "
+            f"Every rank must call it alike (only the streamer may be one rank's own)."
+        )

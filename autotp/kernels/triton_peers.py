@@ -1,0 +1,183 @@
+"""Sums over ranks that can write to each other's memory, in one launch, with what follows: bias, residual and norm.
+
+Each rank writes its row into every rank's inbox and waits for the others' in its own. A word of 8 bytes carries 4 bytes of data
+and the number of the call, so whoever sees the number has the data: no fence, no barrier. A row's calls take two places in turn;
+a place is free again two calls later, since a rank answers a call only after it has done with the one before.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+from .triton_early import early, start_next, wait_for_previous
+from .triton_launch import ceil_power, on_own_device
+
+
+class Inbox(NamedTuple):
+    """Memory into which the ranks of a group write for each other, as one rank sees it.
+
+    Attributes:
+        addresses: int64 `[T]`, on this rank's device: where each rank's inbox begins, `[2, T, rows, words]` of 8 bytes, zeros at
+            first.
+        counters: int32 `[rows]`, this rank's own: calls so far of each row.
+        words: of 4 bytes that a row may hold; rank, size: this rank's place among T ranks.
+    """
+
+    addresses: Tensor
+    counters: Tensor
+    words: int
+    rank: int
+    size: int
+
+
+@triton.jit
+def _first(word, dtype: tl.constexpr):
+    """The number in a word, or in its lower half."""
+    if dtype == tl.float32:
+        return word.to(tl.float32, bitcast=True)
+    else:
+        return (word & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _second(word, dtype: tl.constexpr):
+    """The number in a word's upper half; none in float32."""
+    if dtype == tl.float32:
+        return tl.zeros(word.shape, tl.float32)
+    else:
+        return (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _word(first, second, dtype: tl.constexpr):
+    if dtype == tl.float32:
+        return first.to(tl.int32, bitcast=True)
+    else:
+        low = first.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return low | (second.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _load_words(source, word, inside):
+    return tl.load(source.to(tl.pointer_type(tl.int32)) + word, mask=inside, other=0)
+
+
+@triton.jit
+def send_words(
+    addresses, words, word, inside, call, row, rank, T: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    """Write this rank's `words` of a row into every rank's inbox, its own too."""
+    packed = (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
+    place = (((call & 1) * T + rank) * ROWS + row) * WORDS + word
+    for i in tl.static_range(T):
+        inbox = tl.load(addresses + (rank + 1 + i) % T).to(tl.pointer_type(tl.int64))
+        tl.store(inbox + place, packed, mask=inside)
+
+
+@triton.jit
+def wait_for_words(
+    addresses, word, inside, call, row, rank, source, T: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    """The words that rank `source` sent for this call."""
+    inbox = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
+    place = inbox + (((call & 1) * T + source) * ROWS + row) * WORDS + word
+    got = tl.load(place, mask=inside, other=0, volatile=True)
+    while tl.max(tl.where(inside & ((got >> 32).to(tl.int32) != call), 1, 0), 0) > 0:
+        got = tl.load(place, mask=inside, other=0, volatile=True)
+    return got.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _reduce_rows(
+    x, bias, residual, weight, shift, total, y, addresses, counters, rank, N, x_step, residual_step, eps,
+    T: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program sums one row of N words; steps are in words, too."""
+    start_next(EARLY)
+    dtype: tl.constexpr = x.dtype.element_ty
+    row = tl.program_id(0)
+    word = tl.arange(0, BLOCK)
+    inside = word < N
+    if weight is not None:
+        scale = _load_words(weight, word, inside)
+    if shift is not None:
+        moved = _load_words(shift, word, inside)
+    if bias is not None:
+        added = _load_words(bias, word, inside)
+    wait_for_previous(EARLY)
+    call = tl.load(counters + row) + 1
+    send_words(addresses, _load_words(x, row * x_step + word, inside), word, inside, call, row, rank, T, ROWS, WORDS)
+    if residual is not None:
+        kept = _load_words(residual, row * residual_step + word, inside)
+    first = tl.zeros((BLOCK,), tl.float32)
+    second = tl.zeros((BLOCK,), tl.float32)
+    for source in tl.static_range(T):  # in one order on all ranks, so that all get the same bits
+        data = wait_for_words(addresses, word, inside, call, row, rank, source, T, ROWS, WORDS)
+        first += _first(data, dtype)
+        second += _second(data, dtype)
+    if bias is not None:
+        first += _first(added, dtype)
+        second += _second(added, dtype)
+    if residual is not None:
+        first += _first(kept, dtype)
+        second += _second(kept, dtype)
+    out = _word(first, second, dtype)
+    tl.store(total.to(tl.pointer_type(tl.int32)) + row * N + word, out, mask=inside)
+    if y is not None:
+        first = tl.where(inside, _first(out, dtype), 0.0)
+        second = tl.where(inside, _second(out, dtype), 0.0)
+        count = N if dtype == tl.float32 else 2 * N
+        if KIND == "layernorm":
+            centre = (tl.sum(first, 0) + tl.sum(second, 0)) / count
+            first = tl.where(inside, first - centre, 0.0)
+            second = tl.where(inside, second - centre, 0.0) if dtype != tl.float32 else second
+        square = tl.sum(first * first + second * second, 0) / count
+        rstd = tl.rsqrt(square + eps)
+        first *= rstd
+        second *= rstd
+        if weight is not None:
+            one = 1.0 if KIND == "rms1p" else 0.0
+            first *= _first(scale, dtype) + one
+            second *= _second(scale, dtype) + one
+        if shift is not None:
+            first += _first(moved, dtype)
+            second += _second(moved, dtype)
+        tl.store(y.to(tl.pointer_type(tl.int32)) + row * N + word, _word(first, second, dtype), mask=inside)
+    tl.debug_barrier()  # all have read the counter
+    tl.store(counters + row, call)
+
+
+def choose_warps(words: int) -> int:
+    """Warps for a row of `words`."""
+    return min(8, max(1, ceil_power(words) // 128))
+
+
+@on_own_device
+def reduce_rows(
+    x: Tensor,
+    inbox: Inbox,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 0.0,
+    kind: str = "",
+    warps: int = 0,
+) -> tuple[Tensor, Tensor | None]:
+    """reference.reduce_rows of all ranks' contiguous `x`, which `inbox` must hold; every rank must make the same call."""
+    width, words = x.shape[-1], x.shape[-1] * x.element_size() // 4
+    rows = x.numel() // width
+    total = torch.empty_like(x)
+    y = torch.empty_like(x) if kind else None
+    _reduce_rows[(rows,)](
+        x, bias, residual, weight, shift, total, y, inbox.addresses, inbox.counters, inbox.rank, words, words, words, eps,
+        T=inbox.size, ROWS=len(inbox.counters), WORDS=inbox.words, KIND=kind, BLOCK=ceil_power(words),
+        num_warps=warps or choose_warps(words), **early(x),
+    )  # fmt: skip
+    return total, y

@@ -1,0 +1,358 @@
+"""Sequence parallelism: between regions the activations of a chain of layers are dealt to the ranks by tokens.
+
+`[B, S, H]`, M = B * S rows over T ranks, is dealt as `[1, R, H]`, R = ceil(M / T): rank r holds rows r * R to (r + 1) * R of the
+flattened rows, zeros behind the last. So any batch and length can be dealt, and gathering is one contiguous copy.
+
+| where | forward | backward |
+|---|---|---|
+| split: what enters the first layer | slice | all-gather |
+| gather: what enters a region's module | all-gather | reduce-scatter where each rank adds a part, else slice |
+| scatter: a row linear's partial sums | reduce-scatter | all-gather |
+| slice: a module's output that is whole | slice | all-gather |
+| join: what the last layer, or the norm behind it, returns | all-gather | slice |
+| parameters that dealt rows read | identity | one all-reduce for each layer |
+
+Whether a forward deals its tokens is decided where they are split, for each forward anew; where it does not, every module
+does what it does without.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..collectives import collect_rows, deal_rows, enter_rows, pad_rows, scatter_rows_to_group
+from ..comm import TPGroup
+from ..errors import AutoTPError, PlanError
+from ..exchange import find_exchange
+from ..kernels.dealt import Dealt
+from .product import watches_operations
+
+LEAST_BYTES = 1 << 20  # of a rank's rows of one activation, below which "auto" does not deal them
+
+
+class Layout(NamedTuple):
+    """How one forward's tokens are dealt: `lead` sizes before the columns, `rows` of them in all, `share` on each rank."""
+
+    lead: tuple[int, ...]
+    rows: int
+    share: int
+
+    @property
+    def dealt(self) -> tuple[int, ...]:
+        """The sizes before the columns of this rank's rows."""
+        return (*[1] * (len(self.lead) - 1), self.share)
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """What one module does in a stream.
+
+    Attributes:
+        stream: shared by the chain's modules; name: the module's, for messages.
+        enters: the arguments by which dealt rows enter it, `(parameter name, position or None)`; the first one says the layout.
+        first: it splits what enters; gathers: it gathers it.
+        slices, joins: its output is whole, and dealt on return; or dealt, and gathered.
+        summed: names, dotted below it, of parameters that dealt rows read.
+        draws: dealt rows draw random numbers in the chain's layers.
+    """
+
+    stream: TokenStream
+    name: str
+    enters: tuple[tuple[str, int | None], ...]
+    first: bool = False
+    gathers: bool = False
+    slices: bool = False
+    joins: bool = False
+    summed: tuple[str, ...] = ()
+    draws: bool = False
+
+
+class TokenStream:
+    """What the modules of one chain of layers share.
+
+    Attributes:
+        group: the ranks; mode: True, "auto" or False, as a plan says.
+        layout: of the forward that runs, None where it deals nothing.
+        owners: how many modules run that hold both the layers and what joins the rows again; nothing is dealt outside all of
+            them. None where nobody counts.
+        suspended: deal nothing: somebody collects what passes between the layers.
+        local, full: what was gathered last, while its module runs; gathering: that module's name.
+    """
+
+    def __init__(self, group: TPGroup, mode: bool | str) -> None:
+        self.group, self.mode = group, mode
+        self.layout: Layout | None = None
+        self.owners: int | None = None
+        self.suspended = False
+        self.local: Tensor | None = None
+        self.full: Tensor | None = None
+        self._inside = 0  # how many of its modules are running, one in another
+        self._known: dict[int, tuple[StorageWeakRef, Layout | None]] = {}  # storages that entered modules
+        self._most = 1024
+        self._draws: Draws | None = None
+        self.gathering = ""  # the module that gathers
+        self._readers: dict[str, Any] = {}  # weak: the linears that read first what a module gathered, by its name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenStream:
+        twin = memo[id(self)] = TokenStream(self.group, self.mode)
+        twin.owners = None if self.owners is None else 0
+        return twin
+
+    # -- which layout ---------------------------------------------------------------------------------------------------
+
+    def choose(self, x: Tensor) -> Layout | None:
+        """How the rows of `x` `[..., H]` are dealt; None where they are not: few, or a decoding step."""
+        size, rows = self.group.tp_size, prod(x.shape[:-1])
+        if not self.mode or self.suspended or self.owners == 0 or x.ndim < 2 or rows < size:
+            return None
+        if x.ndim > 2 and x.shape[-2] == 1 and not torch.is_grad_enabled():
+            return None
+        if self.mode == "auto" and x.numel() * x.element_size() < size * LEAST_BYTES:
+            return None
+        return Layout(tuple(x.shape[:-1]), rows, -(-rows // size))
+
+    @contextmanager
+    def running(self, part: TokenPart, x: Tensor) -> Iterator[None]:
+        """Around a module's forward: which layout `x`, that enters it, has.
+
+        A checkpoint runs a module again within backward, perhaps after other forwards: there the layout is that of the forward
+        in which `x`'s memory entered.
+
+        Raises:
+            AutoTPError: that is not known.
+        """
+        compiling = torch.compiler.is_compiling()
+        again = not compiling and torch._C._current_graph_task_id() != -1
+        before, outer = self.layout, self._inside
+        if outer == 0 and again:
+            self.layout = self._recall(part, x)
+        elif part.first:
+            self.layout = None if part.draws and compiling else self.choose(x)  # a compiler draws alike on all ranks
+        if not compiling and not again and (x.requires_grad or torch.is_grad_enabled()):
+            self._note(x)
+        self._inside = outer + 1
+        try:
+            yield
+        finally:
+            self._inside = outer
+            if outer == 0 and again:
+                self.layout = before
+
+    def _recall(self, part: TokenPart, x: Tensor) -> Layout | None:
+        found = self._known.get(x.untyped_storage()._cdata)
+        if found is not None and not found[0].expired():
+            return found[1]
+        if part.first:
+            return self.choose(x)
+        raise AutoTPError(
+            f"{part.name} runs again within backward, on an input of shape {list(x.shape)} that no forward gave it, so it is "
+            f"not known which rows these are: checkpoint whole layers without moving what they save (save_on_cpu), or pass "
+            f"sequence_parallel=False"
+        )
+
+    def _note(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        known = self._known.get(storage._cdata)
+        if known is None or known[0].expired():
+            self._known[storage._cdata] = StorageWeakRef(storage), self.layout
+        elif known[1] is not self.layout:
+            self._known[storage._cdata] = known[0], self.layout
+        if len(self._known) > self._most:
+            self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
+            self._most = 2 * len(self._known) + 1024
+
+    def note_output(self, output: Any) -> None:
+        """After a module that ran again within backward: another one may go on from there."""
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            map_first(output, self._note_tensor, "it")
+
+    def _note_tensor(self, x: Tensor) -> Tensor:
+        self._note(x)
+        return x
+
+    def reset(self) -> None:
+        """Forget the forward that ran: it has ended, or died half way."""
+        self.layout = self.local = self.full = self._draws = None
+        self.suspended, self._inside = False, 0
+
+    # -- moving rows ----------------------------------------------------------------------------------------------------
+
+    def split(self, x: Tensor) -> Tensor:
+        """This rank's rows of `x`, which all ranks hold."""
+        layout = self._layout()
+        if tuple(x.shape[: len(layout.lead)]) == layout.lead:
+            rest, lead = x.shape[len(layout.lead) :], layout.dealt
+        else:
+            self._check_rows(x, layout.rows)
+            rest, lead = x.shape[1:], (layout.share,)
+        return deal_rows(x.reshape(layout.rows, *rest), self.group).view(*lead, *rest)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All ranks' rows of `x`; the same tensor, gathered again in one module, is the same tensor.
+
+        The linears that read it first in this module's last forward begin while it is on its way.
+        """
+        if x is self.local and self.full is not None:
+            return self.full
+        layout, hold = self._layout(), None
+        if watches_operations() or x.ndim < 2:
+            full = self.join(x)
+        else:
+            lead, rest = (layout.lead, x.ndim - 1) if self._is_dealt(x) else ((layout.rows,), 1)
+            exchange, reader = find_exchange(self.group), self._readers.get(self.gathering)
+            siblings = None if reader is None or x.ndim != rest + 1 else reader()
+            way = None if siblings is None else siblings.choose_moves(exchange).forward
+            gather = exchange.gather(x.detach().reshape(layout.share, -1), way)
+            if siblings is not None:
+                hold = siblings.begin_ahead(x, gather)
+            rows = gather.wait_all()[: layout.rows]
+            full = collect_rows(x, self.group, layout.rows, rows.view(*lead, *x.shape[rest:]))
+        self.local, self.full = x, full
+        if hold is not None:
+            hold(full)
+        return full
+
+    def note_reader(self, siblings: Any) -> None:
+        """`siblings` read what the running module gathered."""
+        self._readers.setdefault(self.gathering, weakref.ref(siblings))
+
+    def describe(self, x: Tensor, dtype: torch.dtype | None, gather: Any = None) -> Dealt:
+        """How the rows are dealt of which `x` `[..., K]` are all, or one rank's: for products that move them."""
+        layout, group = self._layout(), self.group
+        flat = x.ndim != len(layout.lead) + 1
+        shape, local = ((layout.rows,), (layout.share,)) if flat else (layout.lead, layout.dealt)
+        return Dealt(find_exchange(group), group.tp_rank, group.tp_size, shape, local, dtype, gather)
+
+    def _is_dealt(self, x: Tensor) -> bool:
+        layout = self._layout()
+        if tuple(x.shape[: len(layout.lead)]) == layout.dealt:
+            return True
+        self._check_rows(x, layout.share)
+        return False
+
+    def join(self, x: Tensor) -> Tensor:
+        """All ranks' rows of `x`, whose gradient is complete."""
+        layout = self._layout()
+        if tuple(x.shape[: len(layout.lead)]) == layout.dealt:
+            rest, lead = x.shape[len(layout.lead) :], layout.lead
+        else:
+            self._check_rows(x, layout.share)
+            rest, lead = x.shape[1:], (layout.rows,)
+        return collect_rows(x.reshape(layout.share, *rest), self.group, layout.rows).view(*lead, *rest)
+
+    def scatter(self, y: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """This rank's rows of the sum over the ranks of `y`, added up in `dtype` if one is named."""
+        layout = self._layout()
+        if tuple(y.shape[: len(layout.lead)]) == layout.lead:
+            rest, lead = y.shape[len(layout.lead) :], layout.dealt
+        else:
+            self._check_rows(y, layout.rows)
+            rest, lead = y.shape[1:], (layout.share,)
+        self.leave_whole_rows()
+        rows = pad_rows(y.reshape(layout.rows, *rest), self.group.tp_size)
+        return scatter_rows_to_group(rows, self.group, dtype).view(*lead, *rest)
+
+    def leave_whole_rows(self) -> None:
+        """Partial sums were scattered: what follows in this module reads dealt rows, and draws for those."""
+        if self._draws is not None:
+            self._draws.switch(apart=True)
+
+    def find_local(self, x: Tensor) -> Tensor | None:
+        """The rows that `x` was gathered from; None if it was not gathered last."""
+        return self.local if self.layout is not None and x is self.full else None
+
+    def enter(self, x: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+        """`x` as sharded computation reads it, its gradient reduce-scattered; None if it was not gathered last."""
+        local = self.find_local(x)
+        return None if local is None else enter_rows(local, x, self.group, dtype)
+
+    def _layout(self) -> Layout:
+        assert self.layout is not None
+        return self.layout
+
+    def _check_rows(self, x: Tensor, rows: int) -> None:
+        if x.ndim < 1 or x.shape[0] != rows:
+            raise PlanError(
+                f"a tensor of shape {list(x.shape)} is not one row a token: the forward deals {self.layout} over "
+                f"{self.group.tp_size} ranks. Pass sequence_parallel=False, or make the plan again with inputs= like these."
+            )
+
+    # -- random numbers -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def drawing_apart(self, device: torch.device) -> Iterator[None]:
+        """Random numbers drawn inside are each rank's own; the default generators end alike on all ranks.
+
+        They follow from the default generator's state and the rank, so that what is run again draws the same.
+        """
+        seed = int(torch.randint(2**62, ()))
+        self._draws = draws = Draws(find_generator(device), seed + self.group.tp_rank)
+        try:
+            yield
+        finally:
+            draws.switch(apart=False)
+            self._draws = None
+
+    @contextmanager
+    def drawing_together(self) -> Iterator[None]:
+        """Inside it, what is drawn is drawn alike on all ranks again, until rows are scattered."""
+        draws = self._draws
+        if draws is None:
+            yield
+            return
+        draws.switch(apart=False)
+        try:
+            yield
+        finally:
+            draws.switch(apart=True)
+
+
+class Draws:
+    """A generator with two states: what dealt rows draw from, and what all ranks draw from alike."""
+
+    def __init__(self, generator: torch.Generator, seed: int) -> None:
+        """It goes on from `seed`, apart from the other ranks'."""
+        self.generator, self.other, self.apart = generator, generator.get_state(), True
+        generator.manual_seed(seed)
+
+    def switch(self, apart: bool) -> None:
+        """Go on in that state."""
+        if apart is not self.apart:
+            now = self.generator.get_state()
+            self.generator.set_state(self.other)
+            self.other, self.apart = now, apart
+
+
+def find_generator(device: torch.device) -> torch.Generator:
+    """The default generator of a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def map_first(output: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
+    """`output`, a tensor or what has one first, with that one changed.
+
+    Raises:
+        PlanError: there is none.
+    """
+    if isinstance(output, Tensor):
+        return change(output)
+    if isinstance(output, dict) and output:
+        key = next(iter(output))
+        output[key] = map_first(output[key], change, name)
+        return output
+    if isinstance(output, tuple | list) and output:
+        values = (map_first(output[0], change, name), *output[1:])
+        return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
+    raise PlanError(f"{name} returned a {type(output).__name__} with no tensor first, whose tokens the plan deals")

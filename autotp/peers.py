@@ -1,0 +1,160 @@
+"""Memory that the GPUs of one host write to directly, for sums of a few KiB: allocated, checked and addressed here.
+
+NVLink multicast stays off: a program that leaves it in disorder can put the host's GPUs out of service for everybody.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import AutoTPError
+from .kernels.dispatch import Problem, select
+
+log = logging.getLogger(__name__)
+ROWS = 64  # of one call
+WORDS = (2048, 8192)  # of 4 bytes in a row, in the inboxes that may be made
+ARENA_BYTES = 1 << 20  # of PyTorch's own one-shot and two-shot sums
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KINDS = ("push", "one_shot", "two_shot")
+
+
+class PeerMemory:
+    """What the ranks of one group write to each other: made at its first use, kept as long as the group.
+
+    Every rank must come here for the same sums, in the same order and on one stream at a time, as with any collective.
+
+    Args:
+        tp: the TPGroup whose ranks these are.
+    """
+
+    def __init__(self, tp: Any) -> None:
+        self.tp = tp
+        self._inboxes: dict[int, Any] = {}
+        self._memory: list[Tensor] = []  # which the inboxes only know the addresses of
+        self._arena: Tensor | None = None
+        self._refused = ""
+
+    def sum_small(self, tensor: Tensor, kind: str = "push") -> Tensor | None:
+        """The sum over the ranks of a contiguous `tensor`, as a new one; None, and nothing done, where it is too large.
+
+        Args:
+            kind: "push": each rank writes its part to all; "one_shot", "two_shot": PyTorch's symmetric-memory kernels.
+        """
+        if kind == "push":
+            found = self.reduce_rows(tensor)
+            return None if found is None else found[0]
+        if self._arena is None and self._can_make():
+            self._arena = self._try(self._make_arena, ARENA_BYTES)
+        if self._arena is None or tensor.nbytes > ARENA_BYTES or tensor.nbytes % (16 * self.tp.tp_size):
+            return None
+        operations: Any = torch.ops.symm_mem
+        mine, flat, name = self._arena[: tensor.nbytes].view(tensor.dtype), tensor.view(-1), self.tp.group.group_name
+        if kind == "one_shot":
+            return operations.one_shot_all_reduce_copy(mine, flat, "sum", name).view(tensor.shape)
+        mine.copy_(flat)
+        return operations.two_shot_all_reduce_(mine, "sum", name).clone().view(tensor.shape)
+
+    def reduce_rows(self, x: Tensor, **rest: Any) -> tuple[Tensor, Tensor | None] | None:
+        """`(total, y)`: the sum over the ranks of a contiguous `x` `[..., N]`, and what `reference.reduce_rows` does besides.
+
+        None, and nothing done, where the rows are too many or too wide, or no memory was made for them before a capture.
+        """
+        inbox = self.find_inbox(x)
+        if inbox is None:
+            return None
+        width = x.shape[-1]
+        return select(Problem("reduce_rows", x.device.type, x.dtype, rows=x.numel() // width, width=width))(x, inbox, **rest)
+
+    def best_columns(self, logits: Tensor, start: int, halt: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Tokens int64 `[R]` of the largest of all ranks' `logits` `[R, V_r]`, and the sum of their halts; None if it can't be.
+
+        Args:
+            start: the first column here; halt: int64 `[1]`, less than 2^31.
+        """
+        rows, columns = logits.shape
+        inbox = self._find_inbox(rows, 4) if columns and logits.stride(1) == 1 and logits.dtype in DTYPES else None
+        if inbox is None:
+            return None
+        return select(Problem("best_columns", logits.device.type, logits.dtype, "", rows, columns))(logits, inbox, start, halt)
+
+    def find_inbox(self, x: Tensor) -> Any:
+        """The `triton_peers.Inbox` that holds rows like those of `x`, made if it is not there yet; None without one."""
+        row_bytes = x.shape[-1] * x.element_size() if x.ndim and x.dtype in DTYPES else 0
+        return self._find_inbox(x.nbytes // row_bytes, row_bytes) if row_bytes else None
+
+    def _find_inbox(self, rows: int, row_bytes: int) -> Any:
+        words = next((words for words in WORDS if 0 < row_bytes <= 4 * words), 0)
+        if not words or row_bytes % 4 or not 0 < rows <= ROWS:
+            return None
+        if words not in self._inboxes and self._can_make():
+            self._inboxes[words] = self._try(self._make_inbox, words)
+        return self._inboxes.get(words)
+
+    def _can_make(self) -> bool:
+        """Whether memory may be allocated now; what the ranks could not make once they don't try again."""
+        return not self._refused and not torch.cuda.is_current_stream_capturing()
+
+    def _try(self, make: Callable[[int], Any], size: int) -> Any:
+        try:
+            return make(size)
+        except Exception as error:  # no peer access, no symmetric memory in this build, another host: sums run on NCCL
+            self._refused = f"{type(error).__name__}: {error}"
+            log.warning("small sums run on NCCL, since the GPUs can't write to each other: %s", self._refused)
+            return None
+
+    def _make_arena(self, n_bytes: int) -> Tensor:
+        return self._make_memory(n_bytes)[self.tp.tp_rank]
+
+    def _make_inbox(self, words: int) -> Any:
+        from .kernels.triton_peers import Inbox
+
+        parts = self._make_memory(2 * self.tp.tp_size * ROWS * words * 8)
+        addresses = torch.tensor([each.data_ptr() for each in parts], dtype=torch.int64, device=self.tp.device)
+        counters = torch.zeros(ROWS, dtype=torch.int32, device=self.tp.device)
+        return Inbox(addresses, counters, words, self.tp.tp_rank, self.tp.tp_size)
+
+    def _make_memory(self, n_bytes: int) -> list[Tensor]:
+        """Zeros of every rank, as this one sees them, the same ones for all; a failure on one rank is one on all."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        tp = self.tp
+        hosts = set(tp.gather_objects(socket.gethostname()))
+        if len(hosts) > 1:
+            raise AutoTPError(f"the ranks are on {len(hosts)} hosts")
+        with tp.together("allocating symmetric memory"):
+            memory = symmetric.empty(n_bytes, dtype=torch.uint8, device=tp.device)
+        self._memory.append(memory)
+        handle = symmetric.rendezvous(memory, tp.group)
+        with tp.together("mapping peers' memory"):
+            parts = [handle.get_buffer(rank, (n_bytes,), torch.uint8) for rank in range(tp.tp_size)]
+            memory.fill_(tp.tp_rank + 1)
+            torch.cuda.synchronize(tp.device)
+        with tp.together("reading peers' memory"):
+            seen = [(int(part[0]), int(part[-1])) for part in parts]
+            if seen != [(rank + 1, rank + 1) for rank in range(tp.tp_size)]:
+                raise AutoTPError(f"the ranks' memory does not lie where it should: {seen}")
+        with tp.together("clearing peers' memory"):
+            memory.zero_()
+            torch.cuda.synchronize(tp.device)
+        return parts
+
+
+def check_kind(kind: str) -> None:
+    """Refuse a way to sum that is not one.
+
+    Raises:
+        AutoTPError: an unknown kind, or one that needs NVLink multicast.
+    """
+    if kind.startswith("multimem"):
+        raise AutoTPError(
+            f"{kind} needs NVLink multicast, which autotp leaves off: a program that dies while using it can put the host's GPUs "
+            f"out of service. Take {', '.join(KINDS)}."
+        )
+    if kind not in KINDS:
+        raise AutoTPError(f"a small all-reduce of kind {kind!r} is none of {', '.join(KINDS)}")

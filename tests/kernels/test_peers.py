@@ -1,0 +1,98 @@
+"""Sums of rows that ranks write into each other's memory, in Triton's interpreter: here a file that all of them map."""
+
+import os
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autotp.kernels import reference, reference_decode
+
+ROWS, WORDS = 4, 32
+FORMS = [
+    (torch.float32, "", False),
+    (torch.float32, "layernorm", True),
+    (torch.float16, "rms", True),
+    (torch.float16, "rms1p", False),
+    (torch.float16, "layernorm", True),
+]
+
+
+def open_inbox(folder: str, rank: int, size: int):
+    """`(the Inbox, what must stay alive with it)`."""
+    from autotp.kernels.triton_peers import Inbox
+
+    count = 2 * size * ROWS * WORDS
+    parts = [torch.from_file(f"{folder}/{r}", shared=True, size=count, dtype=torch.int64) for r in range(size)]
+    addresses = torch.tensor([part.data_ptr() for part in parts])
+    return Inbox(addresses, torch.zeros(ROWS, dtype=torch.int32), WORDS, rank, size), parts
+
+
+def draw_call(call: int, size: int):
+    """What all ranks give in a call, and what follows the sum."""
+    generator = torch.Generator().manual_seed(call)
+    dtype, kind, residual = FORMS[call % len(FORMS)]
+    rows, width = 1 + call % 3, 2 * (3 + call % 14)
+    parts = [torch.randn(rows, width, generator=generator).to(dtype) for _ in range(size)]
+    names = ["bias"] * residual + ["weight"] * (kind != "") + ["shift"] * (kind == "layernorm")
+    rest = {name: torch.randn(width, generator=generator).to(dtype) for name in names}
+    if residual:
+        rest["residual"] = torch.randn(rows, width, generator=generator).to(dtype)
+    return parts, dict(rest, eps=1e-5, kind=kind)
+
+
+def sum_calls(group, folder: str, calls: int):
+    from autotp.kernels.triton_choose import best_columns
+    from autotp.kernels.triton_peers import reduce_rows
+
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    inbox, parts = open_inbox(folder, rank, size)
+    dist.barrier(group)
+    found = []
+    for call in range(calls):
+        given, rest = draw_call(call, size)
+        found.append(reduce_rows(given[rank], inbox, **rest))
+    for call in range(6):
+        logits, starts, halts = draw_logits(call, size)
+        found.append(best_columns(logits[rank], inbox, starts[rank], halts[rank]))
+    del parts
+    return found
+
+
+def draw_logits(call: int, size: int):
+    """Columns of which several are the largest, dealt unevenly; NaN, zeros of both signs and infinities among them."""
+    generator = torch.Generator().manual_seed(call)
+    whole = torch.randint(-3, 4, (1 + call % 3, 40), generator=generator).to([torch.float16, torch.float32][call % 2])
+    if call == 3:
+        whole[:, 31] = float("nan")
+    elif call == 4:
+        whole = torch.where(whole > 0, float("-inf"), whole * -0.0)
+    elif call == 5:
+        whole.fill_(float("-inf"))
+    sizes = [17, 40 - 17] if size == 2 else [17, 3, 20]
+    starts = [sum(sizes[:rank]) for rank in range(size)]
+    return whole.split(sizes, 1), starts, [torch.tensor([rank * call]) for rank in range(size)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks interpret their kernels on the CPU")
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_sum_rows_norm_them_and_choose(ranks, size):
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(size):
+            with open(os.path.join(folder, str(rank)), "wb") as file:
+                file.truncate(2 * size * ROWS * WORDS * 8)
+        found = ranks.run(sum_calls, folder, 15, size=size)
+    for call in range(15):
+        parts, rest = draw_call(call, size)
+        total, y = reference.reduce_rows(parts, **rest)
+        for mine in found:
+            assert torch.equal(mine[call][0], found[0][call][0]), "all ranks have the same bits"
+            torch.testing.assert_close(mine[call][0], total)
+            assert (y is None) == (mine[call][1] is None)
+            if y is not None:
+                torch.testing.assert_close(mine[call][1], y, rtol=2e-3, atol=2e-3)
+    for call in range(6):
+        tokens, halted = reference_decode.best_columns(*draw_logits(call, size))
+        for mine in found:
+            assert torch.equal(mine[15 + call][0], tokens) and torch.equal(mine[15 + call][1], halted), call
