@@ -1,6 +1,7 @@
 """autotp: make an existing Hugging Face model tensor-parallel with one call."""
 
 from .checkpoint.save import save_pretrained
+from .checkpoint.state import TrainingState
 from .comm import TPGroup
 from .errors import AutoTPError, CheckpointError, GatherError, KernelUnsupported, PlanError, ProofError
 from .generation.engine import release
@@ -39,6 +40,7 @@ __all__ = [
     "Shard",
     "TPGroup",
     "TensorParallel_Layer",
+    "TrainingState",
     "__version__",
     "clip_grad_norm_",
     "enable_main_grad",

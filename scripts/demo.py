@@ -24,10 +24,10 @@ from transformers.utils.logging import disable_progress_bar
 import autotp
 from autotp.checkpoint.gguf import convert_gguf
 from autotp.errors import AutoTPError
+from autotp.places import Places
 from autotp.train.launch import launch_ranks
 from autotp.train.loop import Stepper
 from autotp.train.optimizer import MasterOptimizer
-from autotp.train.places import Places
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 RANKS, BATCH_SIZE, SEQ_LENGTH, NEW_TOKENS = 2, 2, 64, 64

@@ -13,11 +13,11 @@ from accelerate import Accelerator
 from transformers import AutoTokenizer, get_cosine_schedule_with_warmup
 
 import autotp
+from autotp.places import Places
 from autotp.train.batches import TrainBatches
 from autotp.train.encode import Encoder
 from autotp.train.loop import Stepper
 from autotp.train.optimizer import MasterOptimizer
-from autotp.train.places import Places
 from autotp.train.sequences import SequenceStream, ShuffledSequences
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

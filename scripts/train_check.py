@@ -39,6 +39,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import autotp
 from autotp.checkpoint.gguf import convert_gguf, find_gguf
+from autotp.checkpoint.plain import decode_plain, encode_plain
 
 BARS = {"float32": 1e-3, "bfloat16": 3e-2}  # of a loss, for sums in another order over some hundred steps
 Events = list[dict[str, Any]]
@@ -153,13 +154,15 @@ def make_model_with_dropout(model: str, out: Path) -> None:
 
 
 def change_random_state(checkpoint: Path) -> None:
-    """Other random numbers in every rank's file."""
-    for path in checkpoint.glob("rank-*.pt"):
-        saved = torch.load(path, weights_only=True)
-        saved["random"]["torch"] = torch.Generator().manual_seed(77).get_state()
-        if "cuda" in saved["random"]:
-            saved["random"]["cuda"] = torch.Generator("cuda").manual_seed(77).get_state()
-        torch.save(saved, path)
+    """Other random numbers of every rank."""
+    path = checkpoint / "state.json"
+    about = json.loads(path.read_text())
+    every = [decode_plain(each) for each in about["random"]]
+    for state in every:
+        state["torch"] = torch.Generator().manual_seed(77).get_state()
+        if "cuda" in state:
+            state["cuda"] = torch.Generator("cuda").manual_seed(77).get_state()
+    path.write_text(json.dumps({**about, "random": [encode_plain(state, "random") for state in every]}))
 
 
 # -- what is said ---------------------------------------------------------------------------------------------------------

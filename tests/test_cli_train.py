@@ -13,13 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from autotp.checkpoint.gguf import convert_beside
+from autotp.checkpoint.state import read_about
 from autotp.cli.config import read_config
 from autotp.cli.parser import TRAIN_GROUPS, build_parser
 from autotp.cli.screen import TrainBar, paint, paint_plan
 from autotp.cli.train import read_options, resume_command
 from autotp.errors import AutoTPError
 from autotp.train.options import TrainOptions
-from autotp.train.resume import read_about
 from autotp.train.run import train
 from tests.command import finish, run_cli, save_checkpoint, start, train_args
 

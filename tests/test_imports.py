@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 HEIGHT = dict(
-    **dict(errors=0, version=0, shard=1, kernels=1, peers=2, comm=3, collectives=4, exchange=4),
+    **dict(errors=0, version=0, shard=1, kernels=1, peers=2, comm=3, collectives=4, exchange=4, places=4),
     **dict(layers=5, checkpoint=6, generation=6, inject=7, train=8, cli=9, __init__=10),
 )
 

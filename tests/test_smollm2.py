@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import autotp
-from autotp.train.places import Places
+from autotp.places import Places
 from scripts.demo import CACHE, convert_weights, make_batches, train
 from tests.models import compare_slices
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.gguf import convert_beside, find_gguf
+from ..checkpoint.state import find_newest
 from ..comm import init_process_group_from_env
 from ..errors import AutoTPError
 from ..train.launch import send_message, under_torchrun
@@ -150,7 +151,10 @@ def describe_result(result: TrainResult) -> dict[str, Any]:
 
 
 def say_start(args: argparse.Namespace, options: TrainOptions) -> None:
-    """What is about to run, in a line."""
+    """What is about to run, in a line, and what of an earlier run is passed over."""
+    newest, passed_over = find_newest(Path(options.out)) if options.resume == "auto" else (None, [])
+    for each in passed_over:
+        print(f"autotp: passed over {each}; going on from {newest or 'the start'}", file=sys.stderr)
     copies = f" x {options.dp} copies" if options.dp > 1 else ""
     tokens = options.dp * options.grad_accum * options.batch_size * options.seq_length
     print(
@@ -180,10 +184,9 @@ def say_end(args: argparse.Namespace, outcome: dict[str, Any]) -> int:
 
 def say_newest(args: argparse.Namespace, options: TrainOptions) -> str:
     """How to go on from the newest checkpoint, if there is one."""
-    found = [path for path in Path(options.out).glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
-    if not found:
+    newest, _ = find_newest(Path(options.out))
+    if newest is None:
         return ""
-    newest = max(found, key=lambda path: int(path.name.rpartition("-")[2]))
     return f". The newest checkpoint is {newest}; go on with: {resume_command(args, str(newest))}"
 
 

@@ -262,6 +262,6 @@ def _load_rank_state(group: TPGroup | None, optimizers: list, directory: Any) ->
         if not os.path.exists(path):
             raise CheckpointError(
                 f"{path} is missing: the optimizer state in {directory} is not this rank's. Resume with the tp_size it was saved "
-                f"with, or start a new optimizer."
+                f"with, or start a new optimizer; autotp.TrainingState goes on at any."
             )
         optimizer.load_state_dict(torch.load(path, weights_only=True))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ..errors import AutoTPError
 from ..layers.clip import grad_norm
+from ..places import Places
 from .batches import Batch, count_labels, count_tokens
 from .optimizer import MasterOptimizer
-from .places import Places
 from .stop import NonFiniteLossError
 
 

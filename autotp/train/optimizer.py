@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -42,7 +40,8 @@ class MasterOptimizer:
         eps: float = 1e-8,
         master_weights: bool = True,
     ) -> None:
-        self.params = [param for param in model.parameters() if param.requires_grad]
+        named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        self.names, self.params = list(named), list(named.values())
         if not self.params:
             raise AutoTPError("no parameter of the model requires a gradient, so there is nothing to train")
         self.targets = [self._make_master(param) if master_weights else param for param in self.params]
@@ -118,19 +117,19 @@ class MasterOptimizer:
         for param, target in zip(self.params, self.targets, strict=True):
             param.grad = target.grad = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """AdamW's state, the masters (None where the weight itself is updated) and the scale; of this rank's shards."""
-        masters = [None if p is t else t.detach() for p, t in zip(self.params, self.targets, strict=True)]
-        return {"adamw": self.adamw.state_dict(), "masters": masters, "scale": self.scale, "good": self._good}
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        """The copies that are updated in place of weights, by the weights' names."""
+        every = zip(self.names, self.params, self.targets, strict=True)
+        return {name: target for name, param, target in every if param is not target}
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; the weights are loaded beside it."""
-        self.adamw.load_state_dict(state["adamw"])
-        for param, target, saved in zip(self.params, self.targets, state["masters"], strict=True):
-            if param is not target:
-                target.copy_(saved)
-        self.scale, self._good = state["scale"], state["good"]
+    def scale_state(self) -> list[float]:
+        """The scale, and the steps since it last changed."""
+        return [self.scale, self._good]
+
+    def load_scale_state(self, state: list[float]) -> None:
+        """Go on from what `scale_state` gave."""
+        self.scale, self._good = state[0], int(state[1])
 
 
 def _undecayed(model: nn.Module) -> set[int]:

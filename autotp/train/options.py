@@ -46,6 +46,8 @@ class TrainOptions:
         eval_data, eval_every, eval_batches: files to evaluate on, every how many steps (0: at the end only) and how many
             batches (None: all).
         save_every: a checkpoint to resume from every so many steps; 0: only when the run is interrupted.
+        keep_last: how many of these are left; 0: all.
+        async_save: they are written beside the training, which goes on as soon as a copy is made in the CPU's memory.
         resume: a directory `checkpoint-STEP`, or "auto": the newest in `out`, if there is one.
         seed: of the data's order and of dropout.
         log: a file to which `train` writes each step's event as a JSON line; a resumed run adds to it.
@@ -85,6 +87,8 @@ class TrainOptions:
     eval_every: int = 0
     eval_batches: int | None = None
     save_every: int = 0
+    keep_last: int = 0
+    async_save: bool = False
     resume: str | None = None
     seed: int = 0
     log: str | None = None
@@ -120,7 +124,7 @@ class TrainOptions:
                 _refuse(field, value, "is below 1: give a whole number above 0")
         if self.seq_length < 2:
             _refuse("seq_length", self.seq_length, "is below 2: a sequence needs a token to predict the next one from")
-        for field in ("lr", "warmup", "weight_decay", "clip", "eval_every", "save_every", "seed"):
+        for field in ("lr", "warmup", "weight_decay", "clip", "eval_every", "save_every", "keep_last", "seed"):
             value = getattr(self, field)
             if not 0 <= value < math.inf:
                 _refuse(field, value, "is not a finite number from 0 on")

@@ -18,6 +18,7 @@ from transformers import get_scheduler
 from ..checkpoint.gguf import convert_beside, find_gguf
 from ..checkpoint.save import save_pretrained
 from ..errors import AutoTPError
+from ..places import Places
 from .batches import TrainBatches, count_labels, eval_batches
 from .encode import Encoder
 from .events import EventLog, SpeedMeter, memory_gib
@@ -25,7 +26,6 @@ from .loop import Stepper
 from .optimizer import MasterOptimizer
 from .options import TrainOptions
 from .paths import check_out
-from .places import Places
 from .records import check_files
 from .resume import RunState, find_checkpoint
 from .sequences import SequenceStream, ShuffledSequences, nothing_in
@@ -117,7 +117,7 @@ class _Run:
         with places.together("checking the options"):
             check_data(options)
             check_model(options.model)
-            self.checkpoint = find_checkpoint(options)
+            self.checkpoint = find_checkpoint(options, warn=places.is_main)
             self.accelerator: Accelerator = make_accelerator(options, places)
             self.encoder = Encoder(load_tokenizer(options.model), options.completions_only)
             self.batches = self._make_batches()
@@ -176,7 +176,9 @@ class _Run:
                     if on_event is not None:
                         on_event(event)
                 if stop and self.done < self.steps:
-                    raise TrainInterrupted(self.done, str(self.state.save(self.done)))
+                    path = self.state.save(self.done)
+                    self.state.wait()
+                    raise TrainInterrupted(self.done, str(path))
                 if self.options.save_every and self.done % self.options.save_every == 0:
                     self.state.save(self.done)
         out = self.options.out
@@ -184,6 +186,7 @@ class _Run:
         with self.places.together(f"saving the tokenizer to {out}"):
             if self.places.is_main:
                 self.encoder.tokenizer.save_pretrained(out)
+        self.state.wait()
         return TrainResult(self.done, tuple(losses), self.eval_loss, out)
 
     def _step(self, signals: StopSignals) -> tuple[dict[str, Any], bool]:

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import autotp
+from autotp.checkpoint.random_state import random_state, set_random_state
 from autotp.generation.engine import find_engine
 from autotp.layers.decoding import decoding_step
 from autotp.train.optimizer import MasterOptimizer
-from autotp.train.resume import random_state, set_random_state
+from tests.gpu.moving_rows import CHECKS
 from tests.inject.test_families import full_gradients
 from tests.models import batch, tiny
 
@@ -207,6 +208,35 @@ def check_optimizer_and_random_state(family):
     return f"AdamW on float32 masters{', fused' if CUDA else ''}; {sorted(state)} restored"
 
 
+def check_training_state(family):
+    """bf16, fused AdamW, dropout's numbers: saved beside the next step, gone on from bit for bit."""
+    box = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
+    losses, weights = [], []
+    for first in (0, 2):
+        model = autotp.parallelize(tiny(family, attention_dropout=0.2, seed=first).bfloat16()).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=CUDA)
+        state = autotp.TrainingState(model, optimizer)
+        if first:
+            assert state.load(box[0]).step == 2
+        for step in range(first, 4):
+            if step == 2 and not first:
+                state.save(box[0], 2, async_save=True)
+            loss = model(**to_device(batch(model, seed=step))).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        state.wait()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert losses[2:4] == losses[4:], losses
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    dist.barrier()
+    if RANK == 0:
+        shutil.rmtree(box[0])
+    return f"losses {losses[4:]} again"
+
+
 def check_found_inf(family):
     _, model = pair(family)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -294,6 +324,7 @@ def check_norm_linear(norm):
 
 
 ALONE = (check_no_sync, check_generate, check_checkpointing, check_optimizer_and_random_state, check_found_inf)
+ALONE += (check_training_state,)
 
 
 def main():
@@ -303,6 +334,7 @@ def main():
     checks += [(check_generate, "gemma2"), (check_smollm2_shape, None)]
     checks += [(check_decoding, family) for family in FAMILIES]
     checks += [(check_norm_linear, norm) for norm in ("LayerNorm", "RMSNorm")]
+    checks += [(check, None) for check in CHECKS]
     failed = 0
     for check, family in checks:
         try:

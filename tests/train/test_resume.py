@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 
 import pytest
@@ -11,11 +12,11 @@ from torch import nn
 
 from autotp.comm import TPGroup
 from autotp.errors import AutoTPError
+from autotp.places import Places
 from autotp.train import optimizer as optimizer_file
 from autotp.train.loop import Stepper
 from autotp.train.optimizer import MasterOptimizer
 from autotp.train.options import TrainOptions
-from autotp.train.places import Places
 from autotp.train.run import NonFiniteLossError, TrainInterrupted, train
 from autotp.train.stop import StopSignals
 from tests.ranks import grid
@@ -100,6 +101,18 @@ def test_interrupted_anywhere_and_resumed_gives_the_same_losses(ranks, source, t
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_a_run_goes_on_over_other_numbers_of_ranks(ranks, tmp_path):
+    """Begun by two copies of two ranks, ended by one rank; the sequences of a step are the same."""
+    save_model(tmp_path)
+    write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in make_texts(9)])
+    options = make_options(tmp_path, tmp_path / "out", dp=2, grad_accum=1, steps=4, save_every=2, async_save=True, keep_last=2)
+    losses = ranks.run(run_until, options, None, 0, 0, True, size=4)[0]
+    assert sorted(path.name for path in (tmp_path / "out").glob("*checkpoint*")) == ["checkpoint-2", "checkpoint-4"]
+    changed = dict(tp=1, dp=1, grad_accum=2, resume=str(tmp_path / "out" / "checkpoint-2"))
+    resumed = train(TrainOptions.from_mapping({**options.to_mapping(), **changed}))
+    assert resumed.steps == 4 and resumed.losses == pytest.approx(losses[2:], abs=1e-5)
+
+
 def read_weights(directory):
     from safetensors.torch import load_file
 
@@ -139,13 +152,21 @@ def test_what_cannot_be_resumed_is_named(ranks, source, tmp_path):
     assert "is not the checkpoint of a run: the newest in --out is" in refused(resume=str(out))
     other = write_jsonl(source / "other.jsonl", [{"text": "a"}])
     assert "other.jsonl" in refused(resume=checkpoint, data=[other])
-    message = ranks.run(run_refused, TrainOptions.from_mapping({**options.to_mapping(), "resume": checkpoint, "tp": 2}))
-    assert all("was written with --tp 1, this run has 2" in each for each in message)
+    message = ranks.run(
+        run_refused, TrainOptions.from_mapping({**options.to_mapping(), "resume": checkpoint, "tp": 2, "seed": 7})
+    )
+    assert all("was written with --seed 0, this run has 7" in each for each in message)
+    said = "was written with 4 sequences in a step (--dp x --batch-size x --grad-accum: [1, 2, 2]), this run has 8 ([1, 2, 4])"
+    assert said in refused(resume=checkpoint, grad_accum=4)
     for other in (None, "auto"):
         assert "holds a model, which this run would write over" in refused(resume=other, out=str(source))
-    shard = out / "checkpoint-2" / "shard-0-of-1.pt"
+    (out / "checkpoint-4").mkdir()
+    shutil.copytree(checkpoint, out / "checkpoint-3")
+    shard = out / "checkpoint-3" / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:1000])
-    assert f"can't read {shard}" in refused(resume=checkpoint)
+    assert f"{shard} has 1000 bytes instead of" in refused(resume=str(shard.parent))
+    with pytest.warns(UserWarning, match=r"going on from .*checkpoint-2; passed over: .*checkpoint-4.*checkpoint-3"):
+        assert train(TrainOptions.from_mapping({**options.to_mapping(), "resume": "auto"})).steps == 2
 
 
 def run_refused(group, options):

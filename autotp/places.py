@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm import TPGroup, init_process_group_from_env, local_device, resolve_group
-from ..errors import AutoTPError
+from .comm import TPGroup, init_process_group_from_env, local_device, resolve_group
+from .errors import AutoTPError
 
 
 @dataclass(frozen=True)
