@@ -1,6 +1,7 @@
 """Times `generate()` of a parallelized model, end to end.
 
 torchrun --nproc-per-node 2 scripts/bench_generate.py
+MOE=1 torchrun ...                                                 (8 layers of Mixtral-8x7B's shape)
 SMALL=1 torchrun --nproc-per-node 2 scripts/bench_generate.py      (a tiny model, on the CPU where there is no GPU)
 
 A random Llama of Llama-3-8B's shape, bf16, greedy. Every RESULT line is one measure, of rank 0:
@@ -29,18 +30,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import autotp
 from autotp.comm import init_process_group_from_env, local_device
 from autotp.generation.engine import find_engine
 
+MOE = os.environ.get("MOE") == "1"
 SMALL = os.environ.get("SMALL") == "1"
 SHAPE: dict[str, Any] = dict(
     hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256
 )
 TINY: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=512)
-LAYERS, CONTEXT, NEW, LONG, BATCHES = (2, 16, 8, 64, (1, 2)) if SMALL else (32, 1024, 256, 4096, (1, 8, 64))
+LAYERS, CONTEXT, NEW, LONG, BATCHES = (2, 16, 8, 64, (1, 2)) if SMALL else (8 if MOE else 32, 1024, 256, 4096, (1, 8, 64))
 GENERATIONS = int(os.environ.get("GENERATIONS", 20 if SMALL else 2000))
 SECONDS = float(os.environ.get("SECONDS", 75))  # for all of them
 GIB = 1 << 30
@@ -74,11 +76,14 @@ def print_result(work: str, **values: Any) -> None:
 
 def build(layers: int, device: torch.device) -> Any:
     """A random model over all ranks, which never stops by itself."""
-    config = LlamaConfig(**(TINY if SMALL else SHAPE), num_hidden_layers=layers, max_position_embeddings=8192)
+    options: dict[str, Any] = dict(TINY if SMALL else SHAPE, num_hidden_layers=layers, max_position_embeddings=8192)
+    experts: dict[str, Any] = dict(num_local_experts=8, num_experts_per_tok=2, vocab_size=min(options["vocab_size"], 32000))
+    make: Any = MixtralForCausalLM if MOE else LlamaForCausalLM
+    config = MixtralConfig(**options | experts) if MOE else LlamaConfig(**options)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with device:
-        model = LlamaForCausalLM(config).eval()
+        model = make(config).eval()
     torch.set_default_dtype(torch.float32)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     start = time.perf_counter()
@@ -94,7 +99,7 @@ def engine_of(model: Any) -> Any:
 
 def draw_prompt(rows: int, tokens: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rows * 10_000 + tokens)
-    return torch.randint(1, (TINY if SMALL else SHAPE)["vocab_size"], (rows, tokens), generator=generator).to(device)
+    return torch.randint(1, 512, (rows, tokens), generator=generator).to(device)
 
 
 def generate(model: Any, rows: int, tokens: int, new: int, **options: Any) -> torch.Tensor:
