@@ -63,10 +63,11 @@ class PeerMemory:
     def reduce_rows(self, x: Tensor, **rest: Any) -> tuple[Tensor, Tensor | None] | None:
         """`(total, y)`: the sum over the ranks of a contiguous `x` `[..., N]`, and what `reference.reduce_rows` does besides.
 
-        None, and nothing done, where the rows are too many or too wide, or no memory was made for them before a capture.
+        None, and nothing done, where the rows are too many or too wide, lie at odd addresses, or no memory was made for them
+        before a capture.
         """
         inbox = self.find_inbox(x)
-        if inbox is None:
+        if inbox is None or any(t.data_ptr() % 4 for t in (x, *rest.values()) if isinstance(t, Tensor)):
             return None
         width = x.shape[-1]
         return select(Problem("reduce_rows", x.device.type, x.dtype, rows=x.numel() // width, width=width))(x, inbox, **rest)
