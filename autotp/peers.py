@@ -63,12 +63,13 @@ class PeerMemory:
     def reduce_rows(self, x: Tensor, **rest: Any) -> tuple[Tensor, Tensor | None] | None:
         """`(total, y)`: the sum over the ranks of a contiguous `x` `[..., N]`, and what `reference.reduce_rows` does besides.
 
-        None, and nothing done, where the rows are too many or too wide, lie at odd addresses, or no memory was made for them
-        before a capture.
+        None, and nothing done, where the rows are too many or too wide, or no memory was made for them before a capture.
         """
         inbox = self.find_inbox(x)
-        if inbox is None or any(t.data_ptr() % 4 for t in (x, *rest.values()) if isinstance(t, Tensor)):
+        if inbox is None:
             return None
+        # Words are read, so odd addresses won't do; whether there are any may differ from rank to rank, so it decides nothing else.
+        x, rest = _place_evenly(x), {name: _place_evenly(value) for name, value in rest.items()}
         width = x.shape[-1]
         return select(Problem("reduce_rows", x.device.type, x.dtype, rows=x.numel() // width, width=width))(x, inbox, **rest)
 
@@ -144,6 +145,10 @@ class PeerMemory:
             memory.zero_()
             torch.cuda.synchronize(tp.device)
         return parts
+
+
+def _place_evenly(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.data_ptr() % 4 else value
 
 
 def check_kind(kind: str) -> None:
