@@ -68,7 +68,7 @@ class PeerMemory:
         inbox = self.find_inbox(x)
         if inbox is None:
             return None
-        # Words are read, so odd addresses won't do; whether there are any may differ from rank to rank, so it decides nothing else.
+        # Words are read, so odd addresses won't do; they may differ from rank to rank, so they decide nothing else.
         x, rest = _place_evenly(x), {name: _place_evenly(value) for name, value in rest.items()}
         width = x.shape[-1]
         return select(Problem("reduce_rows", x.device.type, x.dtype, rows=x.numel() // width, width=width))(x, inbox, **rest)
