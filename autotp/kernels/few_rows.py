@@ -20,6 +20,7 @@ from .decode import is_decoding
 from .dispatch import Problem, select
 
 MOST_ROWS = 16  # more are left to cuBLAS
+PLAIN = (Tensor, Parameter)  # whose memory a kernel may read
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
@@ -45,7 +46,7 @@ def _problem(x: Tensor, w: Tensor, activation: str) -> Problem:
 
 def fits(x: Tensor, w: Tensor, b: Tensor | None = None) -> bool:
     """Whether the product of `x` `[..., K]` is one of few rows within `decoding`, without gradient, of plain memory."""
-    if not is_decoding() or type(x) not in (Tensor, Parameter):
+    if not is_decoding() or type(x) not in PLAIN or type(w) not in PLAIN:
         return False
     if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad or (b is not None and b.requires_grad)):
         return False

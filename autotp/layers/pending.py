@@ -78,7 +78,7 @@ class PendingSum(Tensor):
 
     def finish_with_norm(self, weight: Tensor | None, shift: Tensor | None, eps: float, kind: str) -> Tensor | None:
         """The norm of the sum, computed with it; None where the sum was finished before or can't be done so."""
-        alike = all(p is None or p.dtype is self.dtype for p in (weight, shift))
+        alike = all(p is None or (p.dtype is self.dtype and p.is_contiguous()) for p in (weight, shift))
         found = self._reduce(weight=weight, shift=shift, eps=eps, kind=kind) if self.value is None and alike else None
         if found is None:
             return None
