@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -183,8 +184,10 @@ class TPGroup:
         Raises:
             AutoTPError: an unknown kind, or "multimem_all_reduce".
         """
-        peers = self.find_peers()
         check_kind(kind)
+        if self.tp_size == 1 or tensor.numel() == 0:
+            return tensor
+        peers = self.find_peers()
         total = None if peers is None else peers.sum_small(tensor, kind)
         if total is None:
             dist.all_reduce(tensor, group=self.group)
@@ -208,6 +211,82 @@ class TPGroup:
         getattr(dist, ALL_GATHER)(every.view(torch.uint8), flat.view(torch.uint8), group=self.group)
         parts = every.view(self.tp_size, -1)
         return shard.join([parts[r, : sizes[r]].view(shard.local_shape(r)) for r in range(self.tp_size)])
+
+    def all_gather_many(self, locals_: Sequence[Tensor], shards: Sequence[Shard]) -> list[Tensor]:
+        """The full tensors of several sharded ones on the same device, in one collective; bitwise, uneven parts included.
+
+        Takes memory for all parts twice, once side by side: for many small tensors, not for large ones.
+        """
+        if self.tp_size == 1:
+            return [shard.join([local]) for local, shard in zip(locals_, shards, strict=True)]
+        if len(shards) == 1:
+            return [self.all_gather(locals_[0], shards[0])]
+        begins: list[list[int]] = []  # of each rank's parts in its bytes
+        widths = [0] * self.tp_size
+        for local, shard in zip(locals_, shards, strict=True):
+            begins.append(list(widths))
+            for rank in range(self.tp_size):  # at a multiple of what the widest dtype needs
+                widths[rank] += -(-shard.local_numel(rank) * local.element_size() // 16) * 16
+        width = max(widths)
+        flat = torch.zeros(width, dtype=torch.uint8, device=locals_[0].device)
+        for local, begin in zip(locals_, begins, strict=True):
+            own = local.detach().contiguous().view(-1).view(torch.uint8)
+            flat[begin[self.tp_rank] : begin[self.tp_rank] + own.numel()] = own
+        every = flat.new_empty(self.tp_size * width)
+        getattr(dist, ALL_GATHER)(every, flat, group=self.group)
+        fulls = []
+        for local, shard, begin in zip(locals_, shards, begins, strict=True):
+            parts = []
+            for rank in range(self.tp_size):
+                start, size = rank * width + begin[rank], shard.local_numel(rank) * local.element_size()
+                parts.append(every[start : start + size].view(local.dtype).view(shard.local_shape(rank)))
+            fulls.append(shard.join(parts))
+        return fulls
+
+    def gather_to_host(self, local: Tensor, shard: Shard, rank: int, ready: Callable[[], Any]) -> Tensor | None:
+        """The full tensor of every rank's `local` part, in `rank`'s host memory, and None elsewhere; bitwise, uneven parts too.
+
+        On a GPU, `rank` needs memory for one full tensor. All of it is taken before `ready` is called, in which the ranks agree
+        to go on: a rank without enough of it raises while the others can still hear of it.
+        """
+        if self.tp_size == 1:
+            return shard.join([local]).cpu()
+        sizes = [shard.local_numel(r) for r in range(self.tp_size)]
+        flat = local.reshape(-1)
+        if local.numel() < max(sizes):
+            flat = torch.cat([flat, flat.new_zeros(max(sizes) - local.numel())])
+        parts = [torch.empty_like(flat) for _ in sizes] if rank == self.tp_rank else None
+        ready()
+        # As bytes: backends know some dtypes only, and nothing is computed.
+        lists = None if parts is None else [part.view(torch.uint8) for part in parts]
+        dist.gather(flat.contiguous().view(torch.uint8), lists, dst=self.ranks[rank], group=self.group)
+        if parts is None:
+            return None
+        full = torch.empty(shard.shape, dtype=local.dtype)
+        for r in reversed(range(self.tp_size)):
+            part = parts.pop()[: sizes[r]].view(shard.local_shape(r)).cpu()
+            shard.paste(full, part, r)
+        return full
+
+    def scatter_from_host(self, full: Tensor | None, own: Tensor, shard: Shard | None) -> Tensor:
+        """`own`, filled with this rank's part of rank 0's `full` (in host memory; None elsewhere), or with all of it.
+
+        One part at a time is on rank 0's device; the others take no memory but `own`, which is contiguous.
+        """
+        if full is not None:
+            own.copy_(full if shard is None else shard.split(full, 0))
+        bits = own.view(-1).view(torch.uint8)
+        if shard is None:
+            return own if not own.numel() else self.broadcast(bits).view(own.dtype).view(own.shape)
+        for rank in range(1, self.tp_size):
+            if not shard.local_numel(rank):
+                continue
+            if full is not None:
+                part = shard.split(full, rank).contiguous().to(own.device)
+                dist.send(part.view(-1).view(torch.uint8), dst=self.ranks[rank], group=self.group)
+            elif rank == self.tp_rank:
+                dist.recv(bits, src=self.ranks[0], group=self.group)
+        return own
 
     def start_gather(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Begin to gather every rank's `tensor` as `[tp_size, *shape]`; `wait()` on the second value before reading it."""

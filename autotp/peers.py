@@ -151,7 +151,7 @@ def check_kind(kind: str) -> None:
     Raises:
         AutoTPError: an unknown kind, or one that needs NVLink multicast.
     """
-    if kind == "multimem_all_reduce":
+    if kind.startswith("multimem"):
         raise AutoTPError(
             f"{kind} needs NVLink multicast, which autotp leaves off: a program that dies while using it can put the host's GPUs "
             f"out of service. Take {', '.join(KINDS)}."

@@ -122,7 +122,9 @@ def synchronize() -> None:
 def measure_warm_up(model: Any) -> None:
     start = time.perf_counter()
     captured = autotp.warm_up(model, BATCHES[:1], max_length=CONTEXT + NEW)
-    print_result("warm_up", graphs=captured, s=round(time.perf_counter() - start, 1), without=engine_of(model).broken)
+    print_result(
+        "warm_up", graphs=captured, s=round(time.perf_counter() - start, 1), without=list(engine_of(model).broken.values())
+    )
 
 
 def measure_generate(model: Any, batch: int) -> None:

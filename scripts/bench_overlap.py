@@ -52,7 +52,7 @@ class NoExchange(Exchange):
 class NoExchangeInBlocks(NoExchange):
     """Moves nothing, in blocks."""
 
-    def decide(self, n_bytes: int, way: bool | None, smallest_bytes: int | None = None) -> Decision:
+    def decide(self, n_bytes: int, way: bool | None) -> Decision:
         return Decision(True, "to see what blocks cost")
 
     def gather(self, local: Tensor, way: bool | None = None, full: Tensor | None = None) -> Gather:

@@ -45,6 +45,10 @@ def check_all_reduce(group):
             assert torch.equal(x, before) and x._version == version, name
         owned = tp.all_reduce_owned(x.clone(memory_format=torch.preserve_format))
         torch.testing.assert_close(owned, torch.stack(every).sum(0), msg=f"{name} owned")
+    parts = [made(rank, 2, 8) for rank in range(tp.tp_size)]
+    torch.testing.assert_close(tp.all_reduce_small(parts[tp.tp_rank].clone()), torch.stack(parts).sum(0))
+    assert "multicast" in message(tp.all_reduce_small, parts[0], "multimem_all_reduce")
+    assert "none of push, one_shot, two_shot" in message(tp.all_reduce_small, parts[0], "ring")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

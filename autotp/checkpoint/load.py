@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,13 @@ from torch import Tensor, nn
 from ..comm import TPGroup
 from ..errors import CheckpointError
 from ..shard import Shard
+from .convert import ConvertedSource
+from .gguf_tensors import GGUFSource
 from .names import match_names, tie_names
+from .scatter import ScatteredSource, convert_source, share_source
 from .source import WeightSource, take_part
 
+T = TypeVar("T")
 DtypeExceptions = Sequence[tuple[re.Pattern, torch.dtype]]
 
 
@@ -31,7 +36,7 @@ class PlanLike(Protocol):
 def fill_from_source(
     model: nn.Module,
     plan: PlanLike,
-    source: WeightSource,
+    source: WeightSource | GGUFSource,
     group: TPGroup,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
@@ -55,30 +60,65 @@ def fill_from_source(
     """
     device = device or group.device
     group.arrive("reading a checkpoint")
+    shared = share_source(model, source, group)
     with group.together("checking the checkpoint"):
-        keys = match_names(model, source, plan.tied)
+        keys = match_names(model, shared, plan.tied)
         ties = tie_names(model, plan.tied)
         _check_shards(model, plan)
         _check_buffers(model, keys)
-    digests = group.gather_objects(source.digest() if hasattr(source, "digest") else "")  # type: ignore[attr-defined]
+    digests = group.gather_objects(shared.digest())
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise CheckpointError(f"TP rank(s) {others} see another checkpoint than rank 0 does: give all ranks the same directory")
-    with group.together("reading the checkpoint"), torch.no_grad():
-        keep = _dtype_exceptions(model, dtype)
-        state = model.state_dict(keep_vars=True)
-        done: set[str] = set()
-        for name in keys:
-            if name in done:
-                continue
-            names = ties[name]
-            if keys[name]:  # the others are buffers that have a value already
-                done.update(names)
-                wanted = _wanted_dtype(state[name], name, dtype, keep)
-                shard = next((plan.shards[n] for n in names if n in plan.shards), None)
-                local = _read_tied(source, keys[name], shard, group.tp_rank, wanted, device)
-                _place(model, names, state[name], local)
-        place_buffers(model, plan.shards, group.tp_rank, device, done)
+    reading = shared.reading() if isinstance(shared, ScatteredSource) else nullcontext()
+    with group.together("reading the checkpoint"), torch.no_grad(), reading:
+        _fill(model, plan.shards, shared, keys, ties, group, dtype, device)
+
+
+def _fill(
+    model: nn.Module,
+    shards: Mapping[str, Shard],
+    source: WeightSource,
+    keys: Mapping[str, tuple[str, ...]],
+    ties: Mapping[str, tuple[str, ...]],
+    group: TPGroup,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    """Read tensor by tensor, in the same order on all ranks; each rank checks the bytes of some while they are at hand."""
+    keep = _dtype_exceptions(model, dtype)
+    state = model.state_dict(keep_vars=True)
+    own = {name: keys[name] for name in keys if keys[name] and ties[name][0] == name}  # others have a value, or another name
+    checked = _deal_checks(source, own, group)
+    done: set[str] = set()
+    for name, found in show_bar(own.items(), len(own), group.tp_rank == 0):
+        names = ties[name]
+        done.update(names)
+        for key in found if name in checked else ():
+            source.check(key)
+        wanted = _wanted_dtype(state[name], name, dtype, keep)
+        shard = next((shards[n] for n in names if n in shards), None)
+        local = _read_tied(source, found, shard, group.tp_rank, wanted, device)
+        _place(model, names, state[name], local)
+    place_buffers(model, shards, group.tp_rank, device, done)
+
+
+def _deal_checks(source: WeightSource, own: Mapping[str, Sequence[str]], group: TPGroup) -> set[str]:
+    """The names of whose bytes this rank checks all, so that every rank reads about as many."""
+    load, mine = [0] * group.tp_size, set()
+    for name, found in own.items():
+        rank = load.index(min(load))
+        load[rank] += sum(source.nbytes(key) for key in found)
+        if rank == group.tp_rank:
+            mine.add(name)
+    return mine
+
+
+def show_bar(items: Iterable[T], count: int, shown: bool) -> Iterable[T]:
+    """`items`, with transformers' bar of what is loaded on one rank, unless its progress bars are disabled."""
+    from transformers.utils import logging
+
+    return logging.tqdm(items, total=count, desc="Loading weights") if shown and logging.is_progress_bar_enabled() else items
 
 
 def _read_tied(source: WeightSource, keys: Sequence[str], shard: Shard | None, rank: int, dtype: torch.dtype, device) -> Tensor:
@@ -126,6 +166,28 @@ def place_buffers(
                 module._buffers[name] = done[id(buffer)][1]
             elif buffer.device != device:
                 module._buffers[name] = buffer.to(device)
+
+
+def order_names(model: nn.Module, source: WeightSource | GGUFSource) -> tuple[ConvertedSource, dict[str, str]]:
+    """`source` by the names of `model`, and what each tensor of its state dict is called there, in order, a tied one once.
+
+    Raises:
+        CheckpointError: it does not fit the model, or holds different values for what the model ties.
+    """
+    whole = convert_source(model, source)
+    keys, ties = match_names(model, whole), tie_names(model)
+    names = {name: keys[name][0] for name in keys if keys[name] and ties[name][0] == name}
+    for name in names:
+        if len(keys[name]) > 1:
+            _read_tied(whole, keys[name], None, 0, whole.dtype(keys[name][0]), torch.device("cpu"))
+    return whole, names
+
+
+def find_shards(model: nn.Module, names: Iterable[str], shards: Mapping[str, Shard]) -> dict[str, Shard]:
+    """The Shard of each of `names` that is split, under whichever of a tied tensor's names `shards` has it."""
+    ties = tie_names(model)
+    found = {name: next((shards[same] for same in ties[name] if same in shards), None) for name in names}
+    return {name: shard for name, shard in found.items() if shard is not None}
 
 
 def _check_shards(model: nn.Module, plan: PlanLike) -> None:

@@ -12,10 +12,9 @@ changed.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from dataclasses import dataclass
-from math import prod
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,28 +24,10 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..shard import Shard
+from .header import CHECKSUMS, StoredTensor, read_header, read_index
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 class WeightSource(Protocol):
@@ -66,6 +47,22 @@ class WeightSource(Protocol):
 
     def read(self, name: str, shard: Shard | None, rank: int, dtype: torch.dtype | None, device: torch.device) -> Tensor:
         """What `rank` holds of it, in memory of its own, in `dtype` (None: as stored) on `device`."""
+        ...
+
+    def view(self, name: str) -> Tensor:
+        """All of it, as it is stored; it may lie in memory that is not the caller's."""
+        ...
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of it as it is stored, or about as many."""
+        ...
+
+    def check(self, name: str) -> None:
+        """Read all of it, and raise CheckpointError if it is not what was saved, where that can be told."""
+        ...
+
+    def digest(self) -> str:
+        """A short hash of what it holds, without the values: equal on all ranks that see the same."""
         ...
 
 
@@ -91,6 +88,21 @@ class ModuleSource:
         """What `rank` holds of it, copied."""
         return take_part(self._tensors[name].detach(), shard, rank, dtype, device)
 
+    def view(self, name: str) -> Tensor:
+        """The module's own tensor."""
+        return self._tensors[name].detach()
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of the tensor."""
+        return self._tensors[name].nbytes
+
+    def check(self, name: str) -> None:
+        """Nothing can have happened to it."""
+
+    def digest(self) -> str:
+        """A short hash of names, shapes and dtypes."""
+        return digest_lines(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in self._tensors.items())
+
 
 def take_part(full: Tensor, shard: Shard | None, rank: int, dtype: torch.dtype | None, device: torch.device) -> Tensor:
     """`rank`'s part of `full`, contiguous, in memory of its own; the part alone is converted and moved."""
@@ -98,13 +110,51 @@ def take_part(full: Tensor, shard: Shard | None, rank: int, dtype: torch.dtype |
     return part.to(device=device, dtype=dtype or full.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a safetensors file: the file, its shape and its dtype."""
+def digest_lines(lines: Iterable[str]) -> str:
+    """A short hash of `lines`, whatever their order."""
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
 
-    file: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+
+class MappedFiles:
+    """Safetensors files, each mapped when its first tensor is asked for: what is not touched takes no memory."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+
+    def get(self, name: str, stored: StoredTensor) -> Tensor:
+        """The whole tensor, in the mapped file's memory.
+
+        Raises:
+            CheckpointError: the file changed since its header was read, or can't be read.
+        """
+        try:
+            if stored.file not in self._open:
+                self._open[stored.file] = safe_open(stored.file, framework="pt")
+            full = self._open[stored.file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"'{name}' can't be read from {stored.file}: {error}") from error
+        if tuple(full.shape) != stored.shape:
+            raise CheckpointError(f"{stored.file} changed while it was read: '{name}' is {tuple(full.shape)}, was {stored.shape}")
+        return full
+
+    def check(self, name: str, stored: StoredTensor) -> None:
+        """Compare all of a tensor's bytes with the checksum that was saved beside it, if one was.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        if stored.crc is None:
+            return
+        crc = zlib.crc32(self.get(name, stored).reshape(-1).view(torch.uint8).numpy().data) if stored.nbytes else 0
+        if crc != stored.crc:
+            raise CheckpointError(
+                f"'{name}' in {stored.file} is not what was saved: its CRC-32 is {crc:08x}, was {stored.crc:08x}. The file is "
+                f"damaged: copy or save it again. (If you changed it yourself, write it without '{CHECKSUMS}' in its metadata.)"
+            )
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._open.clear()
 
 
 class SafetensorsSource:
@@ -118,7 +168,7 @@ class SafetensorsSource:
     def __init__(self, directory: str | os.PathLike) -> None:
         self.directory = Path(directory)
         self.tensors: dict[str, StoredTensor] = {}
-        self._open: dict[Path, Any] = {}
+        self._files = MappedFiles()
         single, index = self.directory / SINGLE_NAME, self.directory / INDEX_NAME
         if single.is_file():
             self.tensors = read_header(single)
@@ -128,21 +178,8 @@ class SafetensorsSource:
             raise CheckpointError(f"{self.directory} {_explain_absence(self.directory)}")
 
     def _read_index(self, index: Path) -> None:
-        try:
-            weight_map = dict(json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{index} is not an index of safetensors files ({error!r}): download or save it again"
-            ) from error
-        headers = {}
-        for file in sorted(set(weight_map.values())):
-            if not (self.directory / file).is_file():
-                count = sum(other == file for other in weight_map.values())
-                raise CheckpointError(
-                    f"{self.directory / file} is missing: {INDEX_NAME} says that it holds {count} tensors. "
-                    f"Download or save it again."
-                )
-            headers[file] = read_header(self.directory / file)
+        weight_map = read_index(index)
+        headers = {file: read_header(self.directory / file) for file in sorted(set(weight_map.values()))}
         for name, file in weight_map.items():
             if name not in headers[file]:
                 raise CheckpointError(
@@ -159,7 +196,7 @@ class SafetensorsSource:
 
     def close(self) -> None:
         """Let go of the mapped files."""
-        self._open.clear()
+        self._files.close()
 
     def names(self) -> set[str]:
         """Names of all tensors, as the checkpoint spells them."""
@@ -179,60 +216,31 @@ class SafetensorsSource:
         Raises:
             CheckpointError: the file changed since it was opened, or can't be read.
         """
-        stored = self.tensors[name]
-        try:
-            if stored.file not in self._open:
-                self._open[stored.file] = safe_open(stored.file, framework="pt")
-            full = self._open[stored.file].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"'{name}' can't be read from {stored.file}: {error}") from error
-        if tuple(full.shape) != stored.shape:
-            raise CheckpointError(f"{stored.file} changed while it was read: '{name}' is {tuple(full.shape)}, was {stored.shape}")
-        return take_part(full, shard, rank, dtype, device)
+        return take_part(self.view(name), shard, rank, dtype, device)
+
+    def view(self, name: str) -> Tensor:
+        """All of it, in the mapped file's memory.
+
+        Raises:
+            CheckpointError: the file changed since it was opened, or can't be read.
+        """
+        return self._files.get(name, self.tensors[name])
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of the tensor."""
+        return self.tensors[name].nbytes
+
+    def check(self, name: str) -> None:
+        """Compare it with the checksum that was saved beside it, if one was.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        self._files.check(name, self.tensors[name])
 
     def digest(self) -> str:
         """A short hash of names, shapes, dtypes and file names: equal on all ranks that see one checkpoint."""
-        lines = sorted(f"{name} {t.file.name} {t.shape} {t.dtype}" for name, t in self.tensors.items())
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors that a safetensors file says it holds, after its length was checked against them.
-
-    Raises:
-        CheckpointError: the file is truncated, longer than its tensors, or no safetensors file.
-    """
-    again = "Download or save it again."
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = int.from_bytes(start, "little")
-        if len(start) == 8 and length <= _MAX_HEADER_BYTES and 8 + length > size:
-            raise CheckpointError(f"{path} is truncated: its header alone takes {8 + length} bytes, the file has {size}. {again}")
-        try:
-            if len(start) < 8 or length > _MAX_HEADER_BYTES:
-                raise ValueError(f"no header in {size} bytes")
-            header = json.loads(file.read(length))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is not a safetensors file ({error}). {again}") from error
-    if size != end:
-        what = "truncated" if size < end else "longer than its tensors"
-        raise CheckpointError(f"{path} is {what}: its header needs {end} bytes, the file has {size}. {again}")
-    tensors = {}
-    for name, entry in entries.items():
-        if entry["dtype"] not in DTYPES:
-            raise CheckpointError(
-                f"'{name}' in {path} has dtype {entry['dtype']}, which can't be read by slices. "
-                f"Load the model with transformers, then call autotp.parallelize on it."
-            )
-        begin, stop = entry["data_offsets"]
-        shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
-        if stop - begin != prod(shape) * dtype.itemsize:
-            raise CheckpointError(f"'{name}' in {path} has {stop - begin} bytes, which do not make {shape} of {dtype}. {again}")
-        tensors[name] = StoredTensor(path, shape, dtype)
-    return tensors
+        return digest_lines(f"{name} {t.file.name} {t.shape} {t.dtype}" for name, t in self.tensors.items())
 
 
 def _explain_absence(directory: Path) -> str:

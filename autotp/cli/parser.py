@@ -11,6 +11,7 @@ from typing import Any
 from ..train.options import WHEN_DEALT, TrainOptions
 from .generate import run_generate
 from .plan import run_plan
+from .shard import run_merge, run_reshard, run_shard
 from .train import run_train
 from .verify import DTYPES, run_verify
 
@@ -24,6 +25,9 @@ of every layer.
                                 train, and save a plain checkpoint
   autotp generate MODEL --tp 2 --prompt TEXT
                                 what the model says, and how fast
+  autotp shard MODEL OUT --tp 4 cut a checkpoint beforehand: one file a rank
+  autotp reshard OUT NEW --tp 2 cut it for another number of ranks
+  autotp merge OUT PLAIN        put it together again
 
 MODEL is a hub id or a directory.
 """
@@ -57,6 +61,25 @@ examples:
 exit codes:
   0 both compute the same   1 they differ   2 an error, in one message
   130 interrupted (Ctrl-C)
+"""
+SHARD_PAGE = """\
+Cuts a checkpoint for N ranks: OUT gets one safetensors file a rank, which
+from_pretrained then reads from end to end; over another number of ranks it
+puts the tensors together. No GPU and no other process are needed, and one part
+of one tensor is in memory at a time. OUT must not hold a checkpoint.
+"""
+SHARD_END = """\
+examples:
+  autotp shard ./my-model ./my-model-tp4 --tp 4
+  autotp train ./my-model-tp4 --tp 4 --data book.txt --out out
+
+exit codes:
+  0 written   2 an error, in one message   130 interrupted (Ctrl-C)
+"""
+MERGE_PAGE = """\
+Puts together what `autotp shard` cut: PLAIN is a checkpoint that plain
+transformers loads, every tensor bit for bit what was cut, in the model's own
+names and layout. One tensor is in memory at a time.
 """
 TRAIN_PAGE = """\
 Trains a causal language model over tp x dp ranks: each holds 1/tp of weights,
@@ -164,7 +187,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         required=True,
         metavar="COMMAND",
-        help="plan, verify, train or generate; `autotp COMMAND --help` is a page on it, with examples",
+        help="plan, verify, train, generate, shard, reshard or merge; `autotp COMMAND --help` is a page on it, with examples",
     )
 
     plan = _add_command(commands, "plan", "MODEL --tp N [options]", PLAN_PAGE, PLAN_END)
@@ -175,6 +198,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_plan_arguments(check, "hub id or directory", "print the report as one JSON object")
     check.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights of both (%(default)s)")
     check.set_defaults(run=run_verify)
+
+    add_shard_commands(commands)
 
     usage = "MODEL --tp N --data FILE --out DIR [options]\n       autotp train --config FILE.yaml [options]"
     train = _add_command(commands, "train", usage, TRAIN_PAGE, TRAIN_END)
@@ -230,6 +255,28 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (%(default)s)")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="of the weights; auto: as saved")
     parser.add_argument("--bench", action="store_true", help="generate with the unsharded model too, and compare")
+
+
+def add_shard_commands(commands: Any) -> None:
+    """The commands that cut checkpoints and put them together."""
+    plan_help = "a plan that `autotp plan --json` printed, edited or not; proved again"
+    shard = _add_command(commands, "shard", "MODEL OUT --tp N [--plan FILE.json]", SHARD_PAGE, SHARD_END)
+    shard.add_argument("model", metavar="MODEL", help="hub id, or directory with weights, cut already or not")
+    shard.set_defaults(run=run_shard)
+    reshard = _add_command(commands, "reshard", "SHARDED OUT --tp N [--plan FILE.json]", SHARD_PAGE, SHARD_END)
+    reshard.add_argument("model", metavar="SHARDED", help="directory that `autotp shard` made")
+    reshard.set_defaults(run=run_reshard)
+    for parser in (shard, reshard):
+        parser.add_argument("out", metavar="OUT", help="directory to write")
+        parser.add_argument("--tp", type=positive, required=True, metavar="N", help="number of ranks")
+        parser.add_argument("--plan", metavar="FILE.json", help=plan_help)
+    merge = _add_command(commands, "merge", "SHARDED PLAIN [--max-shard-size SIZE]", MERGE_PAGE, "")
+    merge.add_argument("sharded", metavar="SHARDED", help="directory that `autotp shard` made")
+    merge.add_argument("out", metavar="PLAIN", help="directory to write")
+    merge.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of one file: a number of bytes, 5GB, 500MiB (5GB)"
+    )
+    merge.set_defaults(run=run_merge)
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:

@@ -26,13 +26,16 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 def run_verify(args: argparse.Namespace) -> int:
     """Compare the parallelized model with the unsharded one in ranks started here; 1 if they differ."""
-    from ..checkpoint.source import SafetensorsSource
+    from ..checkpoint.open import open_checkpoint
+    from ..checkpoint.sharded import ShardedSource
     from ..inject.load import find_checkpoint
 
     if under_torchrun():
         raise AutoTPError("verify starts its own ranks: run it without torchrun")
     load_config(args.model)
-    with SafetensorsSource(find_checkpoint(args.model)):  # what is wrong with the files is known before the ranks start
+    with open_checkpoint(find_checkpoint(args.model)) as source:  # what is wrong with the files is known before the ranks start
+        if isinstance(source, ShardedSource):
+            raise AutoTPError(f"{args.model} is cut: `autotp merge` makes it whole, which is what verify compares with")
         plan = make_plan_of(args)
     if not args.json:
         print(f"{plan.model} over {plan.tp_size} ranks: {plan.split_share:.1%} of the parameters split\n"

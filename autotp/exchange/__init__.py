@@ -13,6 +13,7 @@ Two exchanges do the same. `Exchange` (base.py) calls the group's collectives: o
 
 from __future__ import annotations
 
+import logging
 import socket
 
 import torch
@@ -21,16 +22,34 @@ from ..comm import TPGroup
 from .base import Exchange, Gather, Scatter
 from .copies import CopyExchange
 
-__all__ = ["CopyExchange", "Exchange", "Gather", "Scatter", "find_exchange", "why_not_copy"]
+__all__ = ["CopyExchange", "Exchange", "Gather", "Scatter", "find_exchange", "make_exchange", "why_not_copy"]
+log = logging.getLogger(__name__)
 
 
 def find_exchange(group: TPGroup) -> Exchange:
     """The exchange of `group`, made at its first use, on every rank at the same time."""
     found = group.owned.get("exchange")
     if found is None:
-        why_not = why_not_copy(group)
-        found = group.owned["exchange"] = Exchange(group, why_not) if why_not else CopyExchange(group)
+        found = group.owned["exchange"] = make_exchange(group)
     return found
+
+
+def make_exchange(group: TPGroup) -> Exchange:
+    """One that copies where every rank can make one, else one that says why not; all ranks call it together.
+
+    What fails though the GPUs reach each other is logged.
+    """
+    why_not, made = why_not_copy(group), None
+    if not why_not:
+        try:
+            made, error = CopyExchange(group), ""
+        except Exception as caught:  # no symmetric memory in this build or container, say: a rank's reason is that of all
+            error = f"{type(caught).__name__}: {caught}"
+        said = enumerate(group.gather_objects(error))
+        why_not = next((f"TP rank {rank} could not prepare copies: {text}" for rank, text in said if text), "")
+        if why_not:
+            log.warning("rows move by collectives, in sequence with the products: %s", why_not)
+    return Exchange(group, why_not) if why_not or made is None else made
 
 
 def why_not_copy(group: TPGroup) -> str:

@@ -88,9 +88,9 @@ class Exchange:
                 f"to None or False"
             )
 
-    def decide(self, n_bytes: int, way: bool | None, smallest_bytes: int | None = None) -> Decision:
+    def decide(self, n_bytes: int, way: bool | None) -> Decision:
         """Whether `n_bytes`, of all blocks together, are copied, and why."""
-        return decide(n_bytes, way, self.why_not, self.smallest_bytes if smallest_bytes is None else smallest_bytes)
+        return decide(n_bytes, way, self.why_not, self.smallest_bytes)
 
     def beside(self) -> AbstractContextManager[Any]:
         """In it what is queued runs beside what is queued outside from now on, once what was queued before is done."""

@@ -6,6 +6,7 @@ Every rank queues the same moves in the same order; a rank that does not come is
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -95,7 +96,7 @@ class CopyExchange(Exchange):
         peers: the other ranks, nearest after this one first; sources: nearest before it first.
         rank: this rank; device: its GPU; stream: where copies are queued, in the same order on every rank.
         smallest_bytes: of all blocks together, from which on they are copied unasked.
-        flags: this rank's, which the others write; done: how many uses of its slots are through, which the copies' stream writes.
+        flags: this rank's, which the others write; done: how many uses of its slots are through, written by the copies' stream.
         queued: how many are queued; uses: those that may not be through: number, kind, slot, and how often that was used.
         broken: why nothing moves any more, empty as long as it does.
     """
@@ -107,19 +108,25 @@ class CopyExchange(Exchange):
         self.peers = tuple((self.rank + i) % size for i in range(1, size))
         self.sources = tuple(reversed(self.peers))
         memory, self.flag_pointers = self.device.allocate(4 * 2 * SLOTS * 2 * size)
-        self.flags, self.done, self.broken = memory.view(torch.int32), self.device.make_counter(), ""
+        self.flags, self.counter, self.broken = memory.view(torch.int32), self.device.make_counter(), ""
+        self.done_pointer = self.counter.data_ptr()
+        self.done = ctypes.c_int32.from_address(self.done_pointer)
         self.uses: deque[tuple[int, str, _Slot, int]] = deque()
-        self.queued, self.done_pointer = 0, self.done.data_ptr()
+        self.queued = 0
         self.slots = {kind: [_Slot(self, SLOTS * i + j) for j in range(SLOTS)] for i, kind in enumerate(("gather", "scatter"))}
-        self.device.fill(self.flags, 0)  # done once before anything waits: a kernel that is loaded meanwhile would wait as well
+        self.device.fill(self.flags, 0)  # now: a kernel that is loaded while a stream waits may wait itself
         self.device.read(self.flags)
         self.meet()
         Watch(self).start()
 
     def meet(self) -> None:
-        """Wait on the host until every rank is here and its device is idle."""
+        """Wait on the host until every rank is here and its device is idle.
+
+        Raises:
+            GatherError: naming the ranks that did not come in time.
+        """
         self.device.synchronize()
-        self.group.gather_objects(None)
+        self.group.arrive("moving rows between ranks")
 
     def current_stream(self) -> int:
         """Handle of the stream that torch queues on."""
@@ -133,7 +140,7 @@ class CopyExchange(Exchange):
 
     def find_missing(self) -> str:
         """Which ranks the oldest use that is not through waits for, and where."""
-        number, kind, slot, uses = next(use for use in list(self.uses) if use[0] > int(self.done[0]))
+        number, kind, slot, uses = next(use for use in list(self.uses) if use[0] > self.done.value)
         flags = self.device.read(self.flags).tolist()
         ready, fetched = (flags[start : start + self.group.tp_size] for start in slot.places)
         missing = sorted(rank for rank in self.peers if ready[rank] < uses or fetched[rank] < uses - 1)
@@ -147,7 +154,7 @@ class CopyExchange(Exchange):
 
     def take_slot(self, kind: str, n_bytes: int) -> _Slot:
         """The next buffer of a kind, grown to `n_bytes` if it is smaller; every rank asks for as many."""
-        slots, uses, done = self.slots[kind], self.uses, int(self.done[0])
+        slots, uses, done = self.slots[kind], self.uses, self.done.value
         while uses and uses[0][0] <= done:
             uses.popleft()
         slot = slots.pop(0)
@@ -156,10 +163,10 @@ class CopyExchange(Exchange):
             slot.grow(n_bytes)
         return slot
 
-    def decide(self, n_bytes: int, way: bool | None, smallest_bytes: int | None = None) -> Decision:
+    def decide(self, n_bytes: int, way: bool | None) -> Decision:
         if self.broken:
             raise AutoTPError(self.broken)
-        found = super().decide(n_bytes, way, smallest_bytes)
+        found = super().decide(n_bytes, way)
         if found.copies and self.device.is_capturing():
             return Decision(False, "a CUDA graph is being captured, whose replays would not wait for new rows")
         return found

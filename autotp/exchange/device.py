@@ -60,8 +60,9 @@ class CudaDevice:
 
     def allocate(self, n_bytes: int) -> tuple[Tensor, list[int]]:
         """Zeros of this rank's that all reach, and the addresses of every rank's; all ranks ask together."""
-        memory = self._symmetric.empty(n_bytes, dtype=torch.uint8, device=self._group.device).zero_()
-        self.synchronize()
+        with self._group.together("allocating symmetric memory"):
+            memory = self._symmetric.empty(n_bytes, dtype=torch.uint8, device=self._group.device).zero_()
+            self.synchronize()
         group: Any = self._group.group
         return memory, self._symmetric.rendezvous(memory, group).buffer_ptrs
 

@@ -36,7 +36,7 @@ class Watch:
 
     def look(self, exchange: Any) -> None:
         """One look."""
-        done, now = int(exchange.done[0]), time.monotonic()
+        done, now = exchange.done.value, time.monotonic()
         if done >= exchange.queued:
             self._done, self._since = done, now
             return

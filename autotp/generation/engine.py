@@ -31,13 +31,14 @@ class Engine:
     Attributes:
         graphs: whether steps are captured, which takes a GPU. runs_ahead: whether the next forward is launched before it is
             known that the last token ended everything. pads: whether batches are rounded up.
-        captures: graphs captured so far. broken: why capturing was given up, if it was.
+        captures: graphs captured so far. broken: why capturing was given up, by the kind of step.
     """
 
     def __init__(self, group: TPGroup) -> None:
         self.group = group
         self.graphs = self.runs_ahead = self.pads = group.device.type == "cuda"
-        self.captures, self.broken = 0, None
+        self.captures = 0
+        self.broken: dict[type, str] = {}
         self._said: set[str] = set()
         self.release()
 
@@ -88,20 +89,19 @@ class Engine:
         if step.graph is not None:
             step.graph.replay()
             return
-        if not self.captures_steps:
+        if not self.can_capture(type(step)):
             step.run(model)
             return
         with step.context():
             step.run(model)
             self.capture(step, model)
 
-    @property
-    def captures_steps(self) -> bool:
-        """Whether a step that has no graph gets one."""
-        return self.graphs and self.broken is None and not torch.is_autocast_enabled("cuda")
+    def can_capture(self, kind: type) -> bool:
+        """Whether a step of this kind that has no graph gets one."""
+        return self.graphs and kind not in self.broken and not torch.is_autocast_enabled("cuda")
 
     def capture(self, step: Step | PromptStep, model: nn.Module) -> None:
-        """Record the step's launches, which ran once before; where that fails on any rank, none captures from then on."""
+        """Record the step's launches, which ran once before; where that fails on any rank, none of its kind is captured."""
         judge_batch(model)  # it may wait for the device, which a capture must not
         graph, failure = torch.cuda.CUDAGraph(), None
         if self._pool is None:
@@ -113,8 +113,8 @@ class Engine:
             failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         failures = [text for text in self.group.gather_objects(failure) if text]
         if failures:
-            self.broken = failures[0]
-            self.say(f"decoding runs without CUDA graphs: capturing one failed ({failures[0]})")
+            self.broken[type(step)] = failures[0]
+            self.say(f"generate runs {step.said} without CUDA graphs: capturing one failed ({failures[0]})")
         else:
             step.graph = graph
             self.captures += 1

@@ -11,41 +11,47 @@ from typing import Any
 import torch
 from torch import nn
 
-_PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_PLAIN = {bool, int, float, str, torch.dtype, torch.device, type(None)}
+# What every module has, seen otherwise here or of no weight; and what transformers notes on a model at each call of generate.
+_PASSED = {*nn.Module().__dict__, "_is_hf_initialized", "_previous_max_cache_length"}
 
 
 def fingerprint(model: nn.Module) -> int:
     """A number that differs when a captured step of `model` would no longer do what the model does."""
+    cuda = torch.backends.cuda
     parts: list[Any] = [
         torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
+        (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
         getattr(getattr(model, "config", None), "_attn_implementation", None),
     ]
+    add = parts.append
     for module in model.modules():
         table = module.__dict__
-        parts.append(id(type(module)))
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            parts.append(None if tensor is None else (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()))
-        for name in _HOOKS:
-            parts.append(tuple(map(id, table[name].values())))
-        for name, value in table.items():
-            if name[0] != "_" or name.startswith(("_disable", "_active", "_tp")):
-                parts.append(_outline(name, value))
+        add(id(module.__class__))
+        for tensors in (table["_parameters"], table["_buffers"]):
+            for tensor in tensors.values():
+                if tensor is not None:  # of another shape it would lie elsewhere
+                    add(tensor.data_ptr())
+                    add(tensor.dtype)
+        add(table["training"])
+        for hooks in (table["_forward_hooks"], table["_forward_pre_hooks"]):
+            if hooks:
+                add(tuple(hooks))  # by their numbers, which are never given again
+        for name in table:
+            if name not in _PASSED:
+                add(_outline(name, table[name]))
     return hash(tuple(parts))
 
 
 def _outline(name: str, value: Any) -> Any:
     """Plain values as they are, containers of them one level deep, callables by identity; other objects may change freely."""
-    if isinstance(value, _PLAIN):
+    kind = type(value)
+    if kind in _PLAIN:
         return name, value
-    if isinstance(value, list | tuple):
-        return name, tuple(each for each in value if isinstance(each, _PLAIN))
-    if isinstance(value, dict):
-        return name, tuple((key, each) for key, each in value.items() if isinstance(each, _PLAIN))
+    if kind is list or kind is tuple:
+        return name, tuple([each for each in value if type(each) in _PLAIN])
+    if kind is dict:
+        return name, tuple([(key, each) for key, each in value.items() if type(each) in _PLAIN])
     return (name, id(value)) if callable(value) and not isinstance(value, nn.Module) else name

@@ -18,7 +18,6 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
 from ..comm import TPGroup
 from ..errors import AutoTPError
-from ..layers.entry import check_batch
 from ..layers.integrations import replace
 from .choose import Head
 from .engine import Engine, find_engine
@@ -93,7 +92,7 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
     """
     cache_name = find_cache_name(model_kwargs)
     assert cache_name is not None
-    check_alike(engine.group, request.describe(input_ids))
+    check_alike(engine.group, request.describe(input_ids, model_kwargs.get("attention_mask")))
     request.config.disable_compile = True
     engine.refresh(model)
     inputs = take_inputs(input_ids, {name: value for name, value in model_kwargs.items() if name != cache_name})
@@ -115,13 +114,12 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
     loop = Loop(engine, model, step, request, input_ids)
 
     def read() -> Tensor:
-        tokens = fit_graph(form, input_ids, request.config, inputs) if engine.captures_steps else None
+        tokens = fit_graph(form, input_ids, request.config, inputs) if engine.can_capture(PromptStep) else None
         if tokens is None:
             logits = read_prompt(model, cache, cache_name, input_ids, request.config, inputs, head if request.greedy else None)
         else:
             key = (form._replace(greedy=True), tokens)  # its logits serve both
             first = engine.take_step(key, lambda: PromptStep(form, tokens, cache, cache_name, head))
-            check_batch(model, {"input_ids": input_ids})
             first.fill(input_ids)
             engine.launch(first, model)
             logits = first.logits[: input_ids.shape[0]] if request.greedy else head.gather(first.logits[: input_ids.shape[0]])

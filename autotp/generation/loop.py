@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -57,11 +58,13 @@ class Request:
         pad = self.config._pad_token_tensor
         return 0 if pad is None else int(pad)
 
-    def describe(self, ids: Tensor) -> str:
-        """What all ranks must have asked alike."""
+    def describe(self, ids: Tensor, mask: Tensor | None) -> str:
+        """What all ranks must have asked alike: what they launch depends on it."""
+        content = zlib.crc32(b"".join(each.cpu().contiguous().numpy().tobytes() for each in (ids, mask) if each is not None))
         kinds = [type(each).__name__ for each in (*self.processors, *self.criteria)]
         return (
-            f"prompt {list(ids.shape)}, length {self.limit}, {'sampling' if self.config.do_sample else 'greedy'}, "
+            f"prompt {list(ids.shape)} of content {content:08x}, length {self.limit}, "
+            f"{'sampling' if self.config.do_sample else 'greedy'}, "
             f"{'scores, ' if self.keeps_scores or self.keeps_logits else ''}eos {self.eos}, {', '.join(kinds) or 'no processors'}"
         )
 

@@ -68,7 +68,7 @@ class PromptStep:
     | logits | `[R, V]` | after its end, or this rank's columns of them |
     """
 
-    context = nullcontext
+    context, said = nullcontext, "prompts"
 
     def __init__(self, form: Form, tokens: int, cache: ArenaCache, cache_name: str, head: Head) -> None:
         self.form, self.tokens, self.cache, self.cache_name, self.head = form, tokens, cache, cache_name, head
@@ -103,7 +103,9 @@ class PromptStep:
 
 def fit_graph(form: Form, ids: Tensor, config: Any, inputs: dict[str, Any]) -> int | None:
     """Tokens that a prompt `[B, S]` would be padded to in a graph; None where it takes another way."""
-    tokens = round_prompt(ids.shape[1])
-    padded = inputs.get("attention_mask") is not None  # on the left: transformers drops a mask of ones
-    plain = not padded and not form.token_types and config.prefill_chunk_size is None and "logits_to_keep" in dict(form.extra)
-    return tokens if plain and form.rows * tokens <= GRAPH_TOKENS and tokens <= form.length else None
+    tokens, mask = round_prompt(ids.shape[1]), inputs.get("attention_mask")
+    if form.rows * tokens > GRAPH_TOKENS or tokens > form.length or form.token_types:
+        return None
+    if config.prefill_chunk_size is not None or "logits_to_keep" not in dict(form.extra):
+        return None
+    return tokens if mask is None or bool(mask.all()) else None  # padded on the left, it needs a mask in every layer

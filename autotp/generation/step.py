@@ -53,10 +53,10 @@ class Step:
 
     Attributes:
         graph: the captured launches, or None where they are made one by one.
-        context: what launches for a graph are made in: kernels that would cost the host too much elsewhere.
+        context: what launches for a graph are made in: kernels that would cost the host too much elsewhere. said: its kind.
     """
 
-    context = staticmethod(decoding_step)
+    context, said = staticmethod(decoding_step), "decoding"
 
     def __init__(self, form: Form, cache: ArenaCache, cache_name: str, group: TPGroup, head: Head) -> None:
         self.form, self.cache, self.cache_name, self.group, self.head = form, cache, cache_name, group, head

@@ -11,6 +11,7 @@ from torch import nn
 from ..errors import AutoTPError
 from .buckets import list_prompts, round_length
 from .engine import find_engine
+from .prompt import PromptStep
 
 NEW_TOKENS = 3  # the first is the prompt's, the second captures, the third replays
 
@@ -34,7 +35,7 @@ def warm_up(model: nn.Module, batch_sizes: Iterable[int] = (1,), max_length: int
         raise AutoTPError(f"this {type(model).__name__} is not parallelized: call autotp.parallelize first")
     before, pad = engine.captures, getattr(model.generation_config, "pad_token_id", None)
     for rows, length in sorted(_buckets(engine, batch_sizes, max_length), key=lambda b: -b[0] * b[1]):
-        prompts = list_prompts(rows, length) if engine.captures_steps else []
+        prompts = list_prompts(rows, length) if engine.can_capture(PromptStep) else []
         for tokens, new, do_sample in [
             *((tokens, 1, False) for tokens in prompts),
             (1, NEW_TOKENS, False),

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import PlanError
 from ..layers.linear import layer_class
+from ..layers.overlap import OPTIONS
 from ..shard import Shard, deal_units
 from . import plan as styles
 from .plan import ModulePlan, Region
@@ -183,6 +184,7 @@ def _deal_linear(module: Any, name: str, spec: Mapping[str, Any], dealt: tuple[i
         parts=parts if len(parts) > 1 else None,
         siblings=siblings,
         reduce_dtype=spec.get("reduce_dtype"),
+        overlap=read_options(spec),
     )
 
 
@@ -196,7 +198,13 @@ def _deal_alone(module: Any, name: str, spec: Mapping[str, Any], tp_size: int) -
     weight = Shard.even(module.weight.shape, layer.cut_dim, tp_size)
     shards = {"weight": weight} if row else layer.shards_of(weight, module.bias is not None)
     siblings = None if row else name.rpartition(".")[0] + ":gathered"
-    return ModulePlan(name, spec["style"], shards, siblings=siblings, reduce_dtype=spec.get("reduce_dtype"))
+    dtype, overlap = spec.get("reduce_dtype"), read_options(spec)
+    return ModulePlan(name, spec["style"], shards, siblings=siblings, reduce_dtype=dtype, overlap=overlap)
+
+
+def read_options(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """What a caller's entry says of overlap, see layers/overlap.py."""
+    return {key: spec[key] for key in OPTIONS if key in spec}
 
 
 def _finish_region(

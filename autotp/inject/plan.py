@@ -129,6 +129,7 @@ class ModulePlan:
         columns: for a whole linear, `(start, stop)` pairs of output columns that enter sharded computation.
         attrs: attribute -> its value on each rank; "config.name" is read through a view of the module's live config.
         reduce_dtype: dtype name in which partial sums are added up; None for the tensor's own.
+        overlap: a linear's options of layers/overlap.py, by name.
         source: where the line comes from; why: one line for the reader.
         once: parameters kept whole that are added behind a reduced value: read on rank 0 alone, as zeros elsewhere, and their
             gradient, rank 0's, reaches every rank.
@@ -161,6 +162,7 @@ class ModulePlan:
     norm: NormPlan | None = None
     forward: str | None = None
     fixes: tuple[ShapeFix, ...] = ()
+    overlap: dict[str, Any] = field(default_factory=dict)
     tokens: TokenPlan | None = None
 
     def __post_init__(self) -> None:

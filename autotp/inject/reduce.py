@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from .plan import ModulePlan, Plan, Region, fold_name
+from .plan import Chain, ModulePlan, Plan, Region, fold_name
 
 LEAST = 5  # lists of fewer modules are planned as they are
 KEPT = 2  # of each kind
@@ -276,13 +276,17 @@ def _compared(module: ModulePlan) -> ModulePlan:
     return replace(module, siblings=None if module.siblings is None else "", source="", why="")
 
 
+def hold_chain(chain: Chain, reduction: Reduction) -> Chain:
+    """A chain of the layers that are left; behind the last one the others hand on what they are given."""
+    layers = tuple(filter(reduction.holds, chain.layers))
+    return replace(chain, layers=layers, join=layers[-1] if chain.join in chain.layers else chain.join)
+
+
 def keep_modules(plan: Plan, reduction: Reduction) -> Plan | None:
     """The part of a plan that is about kept layers; None if it says something else about layers that they stand for."""
     kept = {m.name: m for m in plan.modules if reduction.holds(m.name)}
     regions = tuple(r for r in plan.regions if all(map(reduction.holds, (r.scope, *r.columns, *r.rows))))
-    chains = tuple(replace(chain, layers=tuple(filter(reduction.holds, chain.layers))) for chain in plan.chains)
-    if not all(reduction.holds(chain.join) for chain in chains):
-        return None
+    chains = tuple(hold_chain(chain, reduction) for chain in plan.chains)
     grown, _ = reduction.expand(kept, ())
     if {n: _compared(m) for n, m in grown.items()} != {m.name: _compared(m) for m in plan.modules}:
         return None

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from .. import errors
 from ..checkpoint.load import fill_from_source, place_buffers
+from ..checkpoint.open import open_checkpoint
 from ..checkpoint.save import save_pretrained
-from ..checkpoint.source import ModuleSource, SafetensorsSource, take_part
+from ..checkpoint.source import ModuleSource, take_part
 from ..comm import TPGroup, resolve_group
 from ..errors import AutoTPError, PlanError
 from ..generation.engine import PLACE
@@ -22,16 +23,17 @@ from ..layers.base import check_usable, find_group, index_parameters, mark_broke
 from ..layers.entry import install_entry, remove_entry
 from ..layers.guards import install_guards, mark_model, unmark_model
 from ..layers.siblings import lay_siblings
-from ..layers.tokens import watch_owners
+from ..layers.token_modules import watch_owners
+from .assemble import read_versions
 from .attributes import restore_attributes
 from .block import fuse_modules
 from .callsites import remove_fixes
 from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_unbuilt
 from .forwards import Forward, remove_forward
 from .hints import spell
-from .load import build_empty, find_checkpoint
+from .load import build_empty, find_checkpoint, find_dtype, read_kept_plan
 from .plan import Plan
-from .rules import check_mode, hints_of, make_plan
+from .rules import check_mode, hints_of, make_plan, reuse_plan
 from .swap import make_plain, rewrite_modules
 
 
@@ -109,12 +111,15 @@ def from_pretrained(
     attrs: Any = None,
     timeout_s: float = 600,
     dtype: torch.dtype | str | None = "auto",
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """`parallelize` of a checkpoint, of which each rank reads only its own slices.
 
     Args:
-        path: a hub id, or a directory with config.json and safetensors files.
+        path: a hub id; a directory with config.json and safetensors or `pytorch_model.bin` files, or one that `autotp shard`
+            made; a GGUF file, or a directory with one, which is dequantized to `dtype`.
         dtype: of floating-point parameters; "auto" keeps the checkpoint's; None the config's own.
+        trust_remote_code: run the model's own code, if it comes with any.
         The others as in `parallelize`.
 
     Raises:
@@ -127,12 +132,16 @@ def from_pretrained(
     group = resolve_group(group_or_mesh, timeout_s)
     group.arrive("from_pretrained")
     with group.together("reading the checkpoint's headers"):
-        directory = find_checkpoint(path)
-        source = SafetensorsSource(directory)
+        source = open_checkpoint(find_checkpoint(path))
+        wanted = find_dtype(source, dtype, trust_remote_code) if group.tp_rank == 0 else None
+    wanted = group.broadcast_object(wanted)
+    check_alike(group, {"library versions": read_versions()})
     with source:
         with group.together("making the plan"):
-            model = build_empty(directory, source, dtype)
-        made, forwards = plan_together(model, group, plan, head, inputs, attrs, sequence_parallel)
+            model = build_empty(source, wanted, trust_remote_code)
+            asked = plan != "auto" or head != "auto" or inputs is not None or attrs is not None or sequence_parallel
+            kept = None if asked else read_kept_plan(model, source, group.tp_size)
+        made, forwards = plan_together(model, group, plan, head, inputs, attrs, sequence_parallel, kept)
         check_agreement(group, source.digest())
         fill_from_source(model, made, source, group)
     finish_rewrite(model, made, group, logits, forwards)
@@ -169,9 +178,18 @@ def unshard(model: nn.Module) -> nn.Module:
 
 
 def plan_together(
-    model: nn.Module, group: TPGroup, plan: Any, head: str, inputs: Any, attrs: Any, sequence_parallel: bool | str = False
+    model: nn.Module,
+    group: TPGroup,
+    plan: Any,
+    head: str,
+    inputs: Any,
+    attrs: Any,
+    sequence_parallel: bool | str = False,
+    kept: Plan | None = None,
 ) -> tuple[Plan, dict[str, Forward]]:
     """The plan that rank 0 makes and proves, and the forwards that it needs, on every rank; all must have asked for the same.
+
+    `kept`, a plan that a checkpoint was cut with, is taken where it still proves.
 
     Raises:
         AutoTPError: rank 0 could make none, or ranks asked for different ones.
@@ -182,7 +200,9 @@ def plan_together(
     made = failure = None
     if group.tp_rank == 0:
         try:
-            made = make_plan(model, group.tp_size, plan, head, inputs, "whole", attrs, sequence_parallel).to_json()
+            reused = None if kept is None else reuse_plan(model, group.tp_size, kept)
+            made = reused or make_plan(model, group.tp_size, plan, head, inputs, "whole", attrs, sequence_parallel)
+            made = made.to_json()
         except Exception as error:  # every rank has to hear of it
             failure = error
         gc.collect()  # what the proof ran on refers to itself: gone before the weights come

@@ -56,7 +56,8 @@ def make_plan(
         model_or_config: the model, or a transformers config (its class is then built on meta).
         tp_size: number of ranks.
         plan: "auto" to find it in the model itself; "hf" for the model's own Hugging Face plan; a dict of names or patterns to
-            a style or to `{style, parts, unit, attrs, forward, reduce_dtype}`; or a `Plan`. Each is proved.
+            a style or to `{style, parts, unit, attrs, forward, reduce_dtype}` with any option of layers/overlap.py; or a `Plan`.
+            Each is proved.
         head: "auto" splits the vocabulary of embedding and head; "whole" leaves the head (and a tied embedding) whole.
         inputs: example calls (keyword arguments of forward, or a list of them) that together run every part to be split;
             None makes them from the signature and the config of a transformers model.
@@ -93,6 +94,13 @@ def make_plan(
     if few_units == "refuse":
         check_units(made)
     return made
+
+
+@keep_random()
+@one_core()
+def reuse_plan(model: nn.Module, tp_size: int, plan: Plan) -> Plan | None:
+    """`plan`, made for such a model before, if it still proves; None if it does not."""
+    return plan if _still_proves(model, plan, tp_size) else None
 
 
 def check_mode(sequence_parallel: Any) -> None:

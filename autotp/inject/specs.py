@@ -10,12 +10,13 @@ from typing import Any
 from torch import nn
 
 from ..errors import PlanError
+from ..layers.overlap import OPTIONS
 from . import plan as styles
 
 Spec = dict[str, Any]
 
 
-SPEC_KEYS = {"style", "parts", "unit", "attrs", "forward", "reduce_dtype"}
+SPEC_KEYS = {"style", "parts", "unit", "attrs", "forward", "reduce_dtype", *OPTIONS}
 
 
 def read_hf_plan(model: nn.Module) -> dict[str, str]:
@@ -50,6 +51,11 @@ def read_spec(key: str, value: Any) -> Spec:
         near = difflib.get_close_matches(str(style), styles.STYLES, 3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"styles are {', '.join(styles.STYLES)}"
         raise PlanError(f"plan[{key!r}]: unknown style {style!r}; {hint}")
+    overlap = [name for name in OPTIONS if name in spec]
+    if overlap and style not in styles.COLUMN_STYLES + styles.ROW_STYLES:
+        raise PlanError(
+            f"plan[{key!r}]: {overlap} are about sharded linears, and its style is {style!r}: name the linear's style"
+        )
     return spec
 
 

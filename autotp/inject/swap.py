@@ -35,14 +35,16 @@ from ..layers.linear import (
     set_linear_sizes,
 )
 from ..layers.norm import install_norm
+from ..layers.overlap import OPTIONS, set_options
 from ..layers.region import Border, Entry, install_region
 from ..layers.siblings import SiblingInput
-from ..layers.tokens import TokenPart, TokenStream, install_tokens
+from ..layers.tokens import TokenStream
 from . import plan as styles
 from .attributes import set_attributes
 from .callsites import apply_fixes, remove_fixes
+from .chains import find_stream, rewrite_chain
 from .forwards import Forward, find_forward, replace_forward
-from .plan import Chain, ModulePlan, Plan
+from .plan import ModulePlan, Plan
 
 Shared = Mapping[str, SiblingInput]
 COLUMN, ROW, PARTIAL = 0, 1, 2
@@ -75,6 +77,7 @@ LINEAR_STATE = (
     "columns",
     "keep_sharded",
     "tokens",
+    *OPTIONS,
 )
 
 
@@ -107,45 +110,6 @@ def rewrite_modules(model: nn.Module, plan: Plan, group: TPGroup, forwards: Mapp
             row = model.get_submodule(name)
             if hasattr(type(row), "ends"):
                 row.ends = ended  # type: ignore[assignment]
-
-
-def find_stream(plan: Plan, streams: Mapping[str, TokenStream], name: str) -> TokenStream | None:
-    """The stream of the chain whose layer holds module `name`; None outside all."""
-    return next((streams[c.name] for c in plan.chains if any(name.startswith(f"{layer}.") for layer in c.layers)), None)
-
-
-def rewrite_chain(model: nn.Module, chain: Chain, plan: Plan, group: TPGroup, stream: TokenStream) -> None:
-    """Give the modules of a chain what they do with dealt tokens; their other forwards are in place.
-
-    Raises:
-        PlanError: what the plan says of a module does not fit it.
-    """
-    entries = {m.name: m.tokens for m in plan.modules if m.tokens is not None and m.tokens.chain == chain.name}
-    draws = any(tokens.draws for tokens in entries.values())
-    for name in dict.fromkeys([*entries, *chain.layers, chain.join]):
-        tokens, module = entries.get(name), model.get_submodule(name)
-        if tokens is not None and tokens.leaves == "scatter":
-            if not hasattr(type(module), "tokens"):
-                raise PlanError(f"{name}: the plan reduce-scatters the sums of a {type(module).__name__}, which has none")
-            module.__dict__["tokens"] = stream
-        is_layer = name in chain.layers
-        enters: Any = ((chain.argument, chain.position),) if is_layer else tokens.gathers if tokens is not None else ()
-        if name == chain.join and not is_layer:
-            enters = (chain.join_argument,)
-        if not enters:
-            continue
-        part = TokenPart(
-            stream,
-            name,
-            enters,
-            first=name == chain.layers[0],
-            gathers=tokens is not None and bool(tokens.gathers),
-            slices=tokens is not None and tokens.leaves == "slice",
-            joins=name == chain.join,
-            summed=() if tokens is None else tokens.summed,
-            draws=draws and is_layer,
-        )
-        install_tokens(module, group, name, part)
 
 
 def rewrite_module(
@@ -277,6 +241,7 @@ def install_matmul(module: Any, entry: ModulePlan, group: TPGroup, shared: Share
     elif isinstance(module, nn.Linear | Conv1D):
         layer = (CONV1DS if isinstance(module, Conv1D) else LINEARS)[role]
         rewrite_linear(module, layer, group, entry.shards, entry.name, _dtype(entry))
+        set_options(module, entry.overlap)
     else:
         raise PlanError(f"{entry.name} is a {type(module).__name__}, which has no {style} form: leave it out of the plan")
     state = module.__dict__

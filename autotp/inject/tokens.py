@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from torch import Tensor, nn
@@ -13,18 +13,10 @@ from ..layers.base import held_parameters
 from . import plan as styles
 from .plan import Chain, ModulePlan, Plan, TokenPlan
 from .record import Call, ModuleCall, Record, bind_position
-from .reduce import Reduction
+from .reduce import Reduction, hold_chain
 from .runs import Runs
 
 Prove = Callable[[Plan, Plan], None]  # of a plan: the part about layers that run, and the whole
-
-
-@dataclass(frozen=True)
-class Found:
-    """A chain in a model whose layers partly stand for others: `layers` are all, `held` those that run."""
-
-    chain: Chain
-    held: tuple[str, ...]
 
 
 def deal_tokens(plan: Plan, runs: Runs, kept: Plan, prove: Prove) -> Plan:
@@ -43,14 +35,14 @@ def deal_tokens(plan: Plan, runs: Runs, kept: Plan, prove: Prove) -> Plan:
         try:
             accepted.append(deal_chain(*accepted[-1], runs, each, prove))
         except (ProofError, PlanError) as error:
-            reasons.append(f"{each.chain.name}: {error}")
+            reasons.append(f"{each.name}: {error}")
     if accepted[-1][0].chains:
         return accepted[-1][0]
     reasons = reasons or ["no list of layers in which each reads what the one before it returns"]
     return replace(plan, tokens=f"not dealt: {'; '.join(reasons)}")
 
 
-def deal_chain(plan: Plan, kept: Plan, runs: Runs, found: Found, prove: Prove) -> tuple[Plan, Plan]:
+def deal_chain(plan: Plan, kept: Plan, runs: Runs, found: Chain, prove: Prove) -> tuple[Plan, Plan]:
     """Both plans with one chain's tokens dealt, in the first way that proves.
 
     Raises:
@@ -59,8 +51,7 @@ def deal_chain(plan: Plan, kept: Plan, runs: Runs, found: Found, prove: Prove) -
     first: Exception | None = None
     for chain, tokens in list_ways(runs, plan, found):
         whole = put_tokens(plan, runs, chain, runs.reduction, tokens)
-        held = replace(chain, layers=found.held)
-        part = put_tokens(kept, runs, held, Reduction({}), tokens)
+        part = put_tokens(kept, runs, hold_chain(chain, runs.reduction), Reduction({}), tokens)
         try:
             prove(part, whole)
             return whole, part
@@ -88,7 +79,7 @@ def without_tokens(plan: Plan) -> Plan:
 # -- chains -------------------------------------------------------------------------------------------------------------
 
 
-def find_chains(runs: Runs) -> Iterator[Found]:
+def find_chains(runs: Runs) -> Iterator[Chain]:
     """The outermost lists of layers, each of which reads what the one before it returns."""
     taken: list[str] = []
     for name, module in runs.recording.model.named_modules():
@@ -100,19 +91,18 @@ def find_chains(runs: Runs) -> Iterator[Found]:
             yield found
 
 
-def _find_chain(runs: Runs, name: str, members: Sequence[str]) -> Found | None:
+def _find_chain(runs: Runs, name: str, members: Sequence[str]) -> Chain | None:
     argument = _find_argument([r for r in runs.records if any(member in r.module_calls for member in members)], members)
     if argument is None:
         return None
     ran = {member for record in runs.records for member in record.module_calls}
-    held = tuple(m for m in members if m in ran and runs.reduction.holds(m))
     layers = tuple(m for m in members if m in ran or not runs.reduction.holds(m))
-    if not held or held[0] != layers[0]:
+    if not runs.reduction.holds(layers[0]):
         return None
-    position = bind_position(runs.shadow.model.get_submodule(held[0]), argument)
+    position = bind_position(runs.shadow.model.get_submodule(layers[0]), argument)
     join = find_join(runs, [m for m in members if m in ran], members)
     behind = (argument, position) if join is None else join[1]
-    return Found(Chain(name, layers, argument, position, layers[-1] if join is None else join[0], behind), held)
+    return Chain(name, layers, argument, position, layers[-1] if join is None else join[0], behind)
 
 
 def _find_argument(records: Sequence[Record], members: Sequence[str]) -> str | None:
@@ -153,23 +143,21 @@ def find_join(runs: Runs, called: Sequence[str], members: Sequence[str]) -> tupl
 # -- regions ------------------------------------------------------------------------------------------------------------
 
 
-def list_ways(runs: Runs, plan: Plan, found: Found) -> Iterator[tuple[Chain, dict[str, TokenPlan]]]:
+def list_ways(runs: Runs, plan: Plan, found: Chain) -> Iterator[tuple[Chain, dict[str, TokenPlan]]]:
     """The chain, and what its modules do, in a few ways, the one that computes least on whole rows first.
 
     Raises:
         ProofError: a layer multiplies where no module takes its tokens.
     """
-    layers = [Layer(runs, plan, found, name) for name in found.held]
-    last = replace(found.chain, join=found.chain.layers[-1], join_argument=(found.chain.argument, found.chain.position))
+    layers = [Layer(runs, plan, found, name) for name in hold_chain(found, runs.reduction).layers]
+    last = replace(found, join=found.layers[-1], join_argument=(found.argument, found.position))
     seen = []
-    for chain in (found.chain, last):
-        if not runs.reduction.holds(chain.join):
-            continue
+    for chain in (found, last):
         for scatters in (True, False):
             tokens: dict[str, TokenPlan] = {}
             for layer in layers:
                 tokens |= layer.list_tokens(scatters)
-            if chain.join not in found.chain.layers:
+            if chain.join not in found.layers:
                 own = tuple(name for name, _ in held_parameters(runs.shadow.model.get_submodule(chain.join)))
                 tokens[chain.join] = TokenPlan(chain.name, summed=own)
             if (chain, tokens) not in seen:
@@ -180,11 +168,11 @@ def list_ways(runs: Runs, plan: Plan, found: Found) -> Iterator[tuple[Chain, dic
 class Layer:
     """Where the regions of one layer are entered and left."""
 
-    def __init__(self, runs: Runs, plan: Plan, found: Found, name: str) -> None:
+    def __init__(self, runs: Runs, plan: Plan, chain: Chain, name: str) -> None:
         """Raises:
         ProofError: it multiplies where no module inside it takes its tokens.
         """
-        self.runs, self.plan, self.name, self.chain = runs, plan, name, found.chain
+        self.runs, self.plan, self.name, self.chain = runs, plan, name, chain
         self.records = [record for record in runs.records if name in record.module_calls]
         self.gathers: dict[str, tuple[tuple[str, int | None], ...]] = {}
         rows = {row for region in plan.regions for row in region.rows}

@@ -17,6 +17,7 @@ from torch import Tensor
 from .dispatch import Problem, select
 
 WIDEST_HEAD = 256  # columns of D and E
+MOST_SHARING = 128  # query heads of one kv head
 
 
 def attend_cache(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -42,7 +43,9 @@ def fits(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> bool:
         return False
     batch, heads, tokens, width = q.shape
     wanted = (batch, keys.shape[1], keys.shape[2])
-    if tokens != 1 or heads % keys.shape[1] or keys.shape != (*wanted, width) or values.shape[:3] != wanted:
+    if tokens != 1 or heads % keys.shape[1] or heads > MOST_SHARING * keys.shape[1]:
+        return False
+    if keys.shape != (*wanted, width) or values.shape[:3] != wanted:
         return False
     if max(width, values.shape[3]) > WIDEST_HEAD or not q.stride(-1) == keys.stride(-1) == values.stride(-1) == 1:
         return False

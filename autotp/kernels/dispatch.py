@@ -145,6 +145,7 @@ BACKENDS: dict[str, list[Backend]] = {
     ],
     "reduce_rows": [_triton("triton_peers:reduce_rows")],
     "best_columns": [_triton("triton_choose:best_columns")],
+    "look_up": [_triton("triton_lookup:look_up"), Backend("reference", reference_decode.look_up)],
     **{
         op: [_triton(f"triton_cache:{op}"), Backend("reference", getattr(reference_decode, op))]
         for op in ("attend_cache", "write_cache")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SMALLEST_BYTES = 24 << 20  # of all blocks together: below, the host's part of a copied exchange costs more than it hides
-SMALLEST_SUM_BYTES = 64 << 20  # the same where all ranks get all sums: of such copies the one size that was timed, by hand
+SMALLEST_BYTES = 16 << 20  # of all blocks together: below, the host's part of a copied exchange costs more than it hides
 LARGEST_BYTES = 1 << 30  # of a symmetric buffer: above, collectives in sequence unless they are asked for
 
 
@@ -19,7 +18,8 @@ class Moves(NamedTuple):
         forward: the gather of a column product's input, or the scatter of a row product's output.
         gather: in backward, of a column product's input or a row product's output gradient.
         scatter: in backward, of a column product's input gradient.
-        sums: all ranks get the sums of all rows: a column product's input gradient, a row product's output.
+        sums: all ranks get the sums of all rows: a column product's input gradient, a row product's output. None is False: at
+            which sizes copies win there is not measured.
         early: a column product's input gradient is complete before its weight gradient begins, in place of after it.
     """
 

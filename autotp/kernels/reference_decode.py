@@ -37,6 +37,18 @@ def best_columns(parts: Sequence[Tensor], starts: Sequence[int], halts: Sequence
     return columns[torch.cat(list(parts), 1).argmax(-1)], torch.stack(list(halts)).sum(0)
 
 
+def look_up(ids: Tensor, weight: Tensor, start: int, vocabulary: int) -> Tensor:
+    """Rows of `weight` `[V_r, H]`, which holds ids from `start` on; zeros for what other ranks hold, NaN for no id of any.
+
+    Args:
+        ids: integers `[...]`; vocabulary: V, over all ranks. Result `[..., H]`.
+    """
+    local = ids - start
+    held = (local >= 0) & (local < weight.shape[0])
+    found = weight[local.where(held, 0)].where(held.unsqueeze(-1), 0.0)
+    return found.where(((ids >= 0) & (ids < vocabulary)).unsqueeze(-1), float("nan"))
+
+
 def write_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> None:
     """Write `k` and `v` `[B, Hkv, 1, D]` into the caches `[B, Hkv, L, D]` at token `position`, int64 `[1]` on their device."""
     keys.index_copy_(2, position, k)

@@ -1,7 +1,8 @@
 """Attention of one new token over a static cache, in Triton, and the new token's write into it.
 
 A program takes one kv head of one sequence and a part of the cache, for all query heads that share it: keys and values are read
-once, in place. What the mask leaves out by whole blocks is not read. Parts are put together by a second, short kernel.
+once, in place. What lies before the first token that the mask shows, or behind the last, is not. Parts are put together by a
+second, short kernel.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -15,8 +16,10 @@ from torch import Tensor
 from .triton_early import early, start_next, wait_for_previous
 from .triton_launch import ceil_power, count_processors, on_own_device
 
-BLOCK = 64  # tokens of a step
+BLOCK, LONGEST_PART = 64, 8192  # tokens of a step, and of a program, at most
 WARPS = 4
+STAGES = 3
+SHARED_BYTES = 100_000  # of a program: two fit a multiprocessor
 PROGRAMS_PER_PROCESSOR = 4
 LOG2_E = 1.4426950408889634
 
@@ -27,7 +30,7 @@ def _attend(
     q_batch, q_head, k_batch, k_head, k_token, v_batch, v_head, v_token, mask_batch,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    LOOK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Part `split` of the cache for one kv head: y `[B, Hq, splits, E]`, best and total `[B, Hq, splits]`."""
     start_next(EARLY)
@@ -42,24 +45,29 @@ def _attend(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, OUT), tl.float32)
-    stop = tl.minimum(L, (part + 1) * split)
-    for start in range(part * split, stop, BLOCK):
+    begin = part * split
+    stop = tl.minimum(L, begin + split)
+    if LOOK > 0:  # from the first block with a token that is seen to the last
+        every = begin + tl.arange(0, LOOK)
+        shown = (tl.load(mask + batch * mask_batch + every, mask=every < stop, other=0) != 0) & (every < stop)
+        stop = tl.max(tl.where(shown, every + 1, begin), 0)
+        begin += (tl.min(tl.where(shown, every, stop), 0) - begin) // BLOCK * BLOCK
+    for start in tl.range(begin, stop, BLOCK, num_stages=STAGES):
         token = start + tl.arange(0, BLOCK)
-        seen = token < stop
+        seen, place = token < stop, token.to(tl.int64)
+        key = tl.load(keys + place[:, None] * k_token + cols[None, :], mask=seen[:, None] & (cols < D)[None, :], other=0.0)
+        value = tl.load(values + place[:, None] * v_token + out[None, :], mask=seen[:, None] & (out < E)[None, :], other=0.0)
         if mask is not None:
             seen = seen & (tl.load(mask + batch * mask_batch + token, mask=seen, other=0) != 0)
-        if tl.max(seen.to(tl.int32), 0) > 0:
-            place = token.to(tl.int64)
-            key = tl.load(keys + place[:, None] * k_token + cols[None, :], mask=seen[:, None] & (cols < D)[None, :], other=0.0)
-            value = tl.load(values + place[:, None] * v_token + out[None, :], mask=seen[:, None] & (out < E)[None, :], other=0.0)
-            score = tl.dot(asked, key.trans(), input_precision="ieee") * scale
-            score = tl.where(seen[None, :], score, float("-inf"))
-            now = tl.maximum(top, tl.max(score, 1))
-            share = tl.exp2(score - now[:, None])
-            kept = tl.exp2(top - now)
-            weight = weight * kept + tl.sum(share, 1)
-            acc = acc * kept[:, None] + tl.dot(share.to(value.dtype), value, input_precision="ieee")
-            top = now
+        score = tl.dot(asked, key.trans(), input_precision="ieee") * scale
+        score = tl.where(seen[None, :], score, float("-inf"))
+        now = tl.maximum(top, tl.max(score, 1))
+        base = tl.where(now == float("-inf"), 0.0, now)  # nothing seen yet
+        share = tl.exp2(score - base[:, None])
+        kept = tl.exp2(top - base)
+        weight = weight * kept + tl.sum(share, 1)
+        acc = acc * kept[:, None] + tl.dot(share.to(value.dtype), value, input_precision="ieee")
+        top = now
     place = (batch * HEADS + queries) * splits + part
     if best is None:
         acc = acc / tl.where(weight > 0.0, weight, 1.0)[:, None]
@@ -91,17 +99,26 @@ def _join(parts, best, total, y, splits, E: tl.constexpr, OUT: tl.constexpr, SPL
 def choose_splits(pairs: int, length: int, processors: int) -> int:
     """Into how many parts a cache of `length` tokens is cut, for `pairs` of sequence and kv head."""
     wanted = max(1, PROGRAMS_PER_PROCESSOR * processors // pairs)
-    return min(wanted, triton.cdiv(length, BLOCK), 128)
+    return max(min(wanted, triton.cdiv(length, BLOCK), 64), triton.cdiv(length, LONGEST_PART))
+
+
+def choose_block(token_bytes: int) -> int:
+    """Tokens of a step, of `token_bytes` in keys and values: several steps are in shared memory at a time."""
+    block = BLOCK
+    while block > 16 and block * token_bytes * STAGES > SHARED_BYTES:
+        block //= 2
+    return block
 
 
 @on_own_device
 def attend_cache(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, splits: int = 0, block: int = BLOCK, warps: int = 0
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, splits: int = 0, block: int = 0, warps: int = 0
 ) -> Tensor:
-    """reference_decode.attend_cache in two kernels, or one where the cache is not cut."""
+    """reference_decode.attend_cache in two kernels, or one where the cache is not cut; what is masked must be finite."""
     batch, heads, _, width = q.shape
     kv_heads, length, out = k.shape[1], k.shape[2], v.shape[-1]
     splits = splits or choose_splits(batch * kv_heads, length, count_processors(q.device))
+    block = block or choose_block((max(16, ceil_power(width)) + max(16, ceil_power(out))) * q.element_size())
     split = triton.cdiv(triton.cdiv(length, splits), block) * block
     splits = triton.cdiv(length, split)
     y = torch.empty((batch, heads, out), dtype=q.dtype, device=q.device)
@@ -116,6 +133,7 @@ def attend_cache(
         q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], mask_batch,
         GROUP=group, HEADS=heads, D=width, E=out,
         ROWS=max(16, ceil_power(group)), COLS=max(16, ceil_power(width)), OUT=max(16, ceil_power(out)), BLOCK=block,
+        LOOK=ceil_power(split) if mask is not None and split > block else 0, STAGES=STAGES,
         num_warps=warps or (WARPS if max(width, out) <= 128 else 2 * WARPS), **early(q),
     )  # fmt: skip
     if splits > 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,8 +16,11 @@ from ..collectives import copy_to_group, gather_from_group, reduce_from_group
 from ..comm import TPGroup
 from ..errors import GatherError, PlanError
 from ..kernels import few_rows
+from ..kernels.decode import is_decoding
+from ..kernels.dispatch import Problem, select
 from ..shard import Cut, Shard
 from .base import TensorParallel_Layer
+from .pending import pend
 
 
 def check_embedding(module: nn.Module, name: str, shard: Shard | None = None) -> None:
@@ -101,12 +105,18 @@ class VocabParallelEmbedding(TensorParallel_Layer, nn.Embedding):
     | output | `[..., H]`, whole |
 
     forward: `y = all_reduce(ids held here ? weight[id - start] : 0)`, exact, since one rank alone adds something.
-    wgrad: rows looked up here add `dy`; none is communicated. An id outside `[0, V)` fails as in `nn.Embedding`.
+    wgrad: rows looked up here add `dy`; none is communicated. An id outside `[0, V)` fails as in `nn.Embedding`, but while
+    decoding, where its row is NaN.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         weight, shard = read_local_weight(self), self.shards["weight"]
         start, stop = vocab_range(shard, self.tp.tp_rank, self.full_name)
+        if is_decoding() and not torch.is_grad_enabled() and input.is_contiguous() and weight.stride(1) == 1:
+            problem = Problem("look_up", weight.device.type, weight.dtype, "", input.numel(), weight.shape[1])
+            part = select(problem)(input, weight, start, shard.shape[0])
+            pending = pend(part, self.tp, None, None)
+            return reduce_from_group(part, self.tp) if pending is None else pending
         local = input - start
         # An id that no rank holds is left as it is, out of range, so that the lookup fails on every rank.
         elsewhere = ((input < start) & (input >= 0)) | ((input >= stop) & (input < shard.shape[0]))

@@ -132,17 +132,6 @@ def enter_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None
             head.keep_sharded, state.active = True, head
 
 
-def check_batch(model: nn.Module, tensors: dict[str, Any]) -> None:
-    """Compare `tensors` over the ranks as those of a forward are, for forwards that a graph replays without their hooks.
-
-    Raises:
-        AutoTPError: they differ, now (CPU) or in what was checked last (GPU).
-    """
-    state: EntryState | None = model.__dict__.get("autotp_entry")
-    if state is not None and state.batch is not None:
-        state.batch.start((), tensors)
-
-
 def judge_batch(model: nn.Module) -> None:
     """Wait for a comparison that is under way, and judge it.
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, NoReturn
 
 import torch
@@ -39,6 +40,7 @@ from .stream import (
 
 __all__ = ["GatherReplacedLayerParams", "find_tied_names", "full_state_dict", "iterate_full_tensors", "load_full_state_dict"]
 
+_BATCH_BYTES = 1 << 26  # of whole tensors that are gathered in one collective
 _END = "the end of GatherReplacedLayerParams"
 Place = tuple[nn.Module, str]  # a module and the name of one of its parameters or buffers
 
@@ -54,6 +56,7 @@ class _Whole:
     local: Tensor
     places: list[Place]
     digest: int = 0
+    version: int = 0
 
 
 class _Gathered(set):
@@ -76,14 +79,20 @@ class GatherReplacedLayerParams:
         params: one tensor, or an iterable of tensors; those that are not sharded are left as they are.
         module: the module they belong to; shards of other parallelized models are found too.
         enabled: False does nothing.
+        read_only: nothing is written back. The whole tensors are not compared with what they were, and ranks do not wait for
+            each other at the end: for looking at big models. A change that autograd counts is refused; one through `.data`
+            is lost.
 
     Raises:
         GatherError: nothing was given for a module that has sharded parameters; a rank did not come, or gave other
-            parameters; ranks changed a tensor differently, or gave it another shape.
+            parameters; ranks changed a tensor differently, or gave it another shape, or changed it at all where it is read only.
     """
 
-    def __init__(self, params: Tensor | Iterable[Tensor], module: nn.Module, enabled: bool = True) -> None:
+    def __init__(
+        self, params: Tensor | Iterable[Tensor], module: nn.Module, enabled: bool = True, *, read_only: bool = False
+    ) -> None:
         self.enabled = enabled
+        self.read_only = read_only
         self._whole: list[_Whole] = []
         self._groups: list[TPGroup] = []
         if not enabled:
@@ -110,13 +119,16 @@ class GatherReplacedLayerParams:
             check_same_names(group.arrive("GatherReplacedLayerParams", hash_names(names)), group, "GatherReplacedLayerParams")
         done: list[_Whole] = []
         try:
-            for whole in self._whole:
-                full = whole.group.all_gather(whole.local, whole.shard)
-                whole.tensor.data = full
-                done.append(whole)
-                _refuse_forwards(whole)
-            for whole, digest in zip(self._whole, digest_tensors([whole.tensor for whole in self._whole]), strict=True):
-                whole.digest = digest
+            for batch in _make_batches(self._whole):
+                fulls = batch[0].group.all_gather_many([whole.local for whole in batch], [whole.shard for whole in batch])
+                for whole, full in zip(batch, fulls, strict=True):
+                    whole.tensor.data = full
+                    done.append(whole)
+                    _refuse_forwards(whole)
+                    whole.version = whole.tensor._version
+            if not self.read_only:
+                for whole, digest in zip(self._whole, digest_tensors([whole.tensor for whole in self._whole]), strict=True):
+                    whole.digest = digest
         except BaseException:
             for whole in done:
                 _restore(whole)
@@ -126,6 +138,8 @@ class GatherReplacedLayerParams:
     def __exit__(self, exc_type: Any, exc: BaseException | None, traceback: Any) -> None:
         wholes, groups = self._whole, self._groups
         self._whole, self._groups = [], []
+        if self.read_only:
+            return _end_read_only(wholes, exc)
         values: list[Tensor] = []
         digests: list[int] = []
         try:
@@ -151,6 +165,21 @@ class GatherReplacedLayerParams:
             for whole in wholes:
                 if id(whole) in changed:  # through the Parameter, so that autograd notices
                     whole.tensor.copy_(whole.shard.split(changed[id(whole)][0], whole.group.tp_rank))
+
+
+def _make_batches(wholes: Iterable[_Whole]) -> list[list[_Whole]]:
+    """Neighbours of one group and device, of at most so many bytes together that they are gathered at once."""
+    batches: list[list[_Whole]] = []
+    size = 0
+    for whole in wholes:
+        own = prod(whole.shard.shape) * whole.local.element_size()
+        last = batches[-1][-1] if batches else None
+        if last is None or size + own > _BATCH_BYTES or (last.group, last.local.device) != (whole.group, whole.local.device):
+            batches.append([])
+            size = 0
+        batches[-1].append(whole)
+        size += own
+    return batches
 
 
 # -- finding what is sharded --------------------------------------------------------------------------------------------
@@ -197,6 +226,23 @@ def _refuse_forwards(whole: _Whole) -> None:
         gathered.add(name)
         if not isinstance(module, ParametrizationList):  # its forward computes a layer's weight from what it holds: the whole
             module.__dict__["forward"] = partial(_raise_gathered, whole.name)
+
+
+def _end_read_only(wholes: list[_Whole], exc: BaseException | None) -> None:
+    changed = [whole.name for whole in wholes if _was_changed(whole)]
+    for whole in wholes:
+        _restore(whole)
+    if changed and exc is None:
+        raise GatherError(
+            f"'{changed[0]}' was changed inside GatherReplacedLayerParams(.., read_only=True), which writes nothing back: "
+            f"leave read_only out. The shards are as they were."
+        )
+
+
+def _was_changed(whole: _Whole) -> bool:
+    """Whether the body wrote into the tensor so that autograd knows, or put another in its place."""
+    moved = any(getattr(module, name, None) is not whole.tensor for module, name in whole.places)
+    return moved or whole.tensor._version != whole.version
 
 
 def _restore(whole: _Whole) -> None:

@@ -38,7 +38,7 @@ from ..kernels.product import ProductSpec, multiply, multiply_uncompiled
 from ..shard import Cut, Shard
 from .base import TensorParallel_Layer, insert_class
 from .embedding import column_shard, gather_columns
-from .overlap import OverlapOptions, choose_moves, deal_sums
+from .overlap import OverlapOptions, choose_moves, deal_sums, read_symmetric
 from .pending import pend
 from .product import make_spec, sum_owned, watches_operations
 from .siblings import SiblingInput
@@ -132,15 +132,18 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
                 return multiply(self._make_spec(enters, leaves)._replace(sums=sums), x, (weight,), (bias,))
         if wanted and self.accumulate_into_main_grad:
             return self._multiply_accumulating(x, weight, bias, enters, leaves)
+        kind = read_symmetric(self) if leaves else None
+        if wanted and kind is not None and not watches_operations():
+            return multiply(self._make_spec(enters, leaves), x, (weight,), (bias,))
         if wanted:
             return self._multiply_plain(x, weight, bias, enters, leaves)
         if not leaves:
             return self.run(x, weight, bias)
         part = self.run(x, weight)
-        pending = pend(part, self.tp, bias, self.reduce_dtype)
+        pending = pend(part, self.tp, bias, self.reduce_dtype) if kind is None else None
         if pending is not None:
             return pending
-        y = sum_owned(part, self.tp, self.reduce_dtype)
+        y = sum_owned(part, self.tp, self.reduce_dtype, None if watches_operations() else kind)
         return y if bias is None else y.add_(bias.to(y.dtype))
 
     def multiply_partial(self, x: Tensor) -> Tensor:
@@ -156,7 +159,9 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
             return self.add_bias_of_rows(tokens.scatter(self.multiply_partial(x), self.reduce_dtype))
         dealt = tokens.describe(x, self.reduce_dtype)
         spec = self._make_spec()._replace(dealt=dealt._replace(moves=choose_moves([self], dealt.exchange)))
-        return self.add_bias_of_rows(multiply_scattered(spec, x, self.weight))
+        y = multiply_scattered(spec, x, self.weight)
+        tokens.leave_whole_rows()
+        return self.add_bias_of_rows(y)
 
     def multiply_gathered(self, x: Tensor, local: Tensor, tokens: TokenStream) -> Tensor:
         """`x @ w.T + b`, the gradient summed over the ranks for the rows `local` that `x` was gathered from."""
@@ -168,7 +173,8 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
         accumulates = self.accumulate_into_main_grad
         names = tuple(f"{self.full_name}.{key}" if accumulates else None for key in ("weight", "bias"))
         copied = (self.copied.get("weight"), self.copied.get("bias"))
-        return make_spec(self.run, self.tp, self.reduce_dtype, copied, names, enters, leaves, self.out_dim == 1)
+        kind, turned = read_symmetric(self) if leaves else None, self.out_dim == 1
+        return make_spec(self.run, self.tp, self.reduce_dtype, copied, names, enters, leaves, turned, kind=kind)
 
     def add_bias_of_rows(self, y: Tensor) -> Tensor:
         """This rank's rows `y` plus the bias, whose gradient is summed over the ranks: each one's is of its rows alone."""

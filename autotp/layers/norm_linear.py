@@ -31,7 +31,7 @@ from .norm import DealtNorm, normalise_over_group
 from .norm_parts import NORMS, SideBySide, check_size, join_biases, name_linears, name_parts, read_linears, read_norm
 from .norm_product import multiply_normalised, outside_graphs
 from .norm_wgrad import NormProduct, Product, Sink
-from .overlap import Overlap, OverlapOptions, read_moves, set_options
+from .overlap import Overlap, OverlapOptions, read_moves, read_symmetric, set_options
 from .pending import settle
 
 MODES = (None, "column", "row")
@@ -339,6 +339,7 @@ class LayerNormLinear(OverlapOptions, SideBySide, TensorParallel_Layer):
             reduce_dtype=self.reduce_dtype,
             give=give if self.return_layernorm_output and self.parallel_mode != "row" else None,
             moves=read_moves(self),
+            symmetric=read_symmetric(self),
             name=self.ub_name or self.full_name,
         )
 

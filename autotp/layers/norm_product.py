@@ -131,7 +131,7 @@ def multiply_moving(
         sums = how.deal_sum(len(h), sum(weight.shape[0] for weight in weights), dtype)
         if sums is not None:
             return multiply_and_sum(sums, h.to(dtype), [weight.to(dtype).t() for weight in weights]), h
-        return sum_owned(multiply_rows(h.to(dtype), weights, biases), how.group, how.reduce_dtype), h
+        return sum_owned(multiply_rows(h.to(dtype), weights, biases), how.group, how.reduce_dtype, how.symmetric), h
     if not how.gather_rows:
         return multiply_rows(h.to(dtype), weights, biases), h
     dealt = how.deal(len(h) * how.group.tp_size)

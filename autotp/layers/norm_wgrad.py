@@ -37,7 +37,7 @@ class NormProduct:
         copied: of each linear's weight, then each one's bias: its Shard where several ranks hold parts of it.
         reduce_dtype: in which parts of dh are summed; None for their own.
         give: which norm output is returned beside y: "own" rows, "all" rows, or None.
-        moves: which way rows move; name: for messages.
+        moves: which way rows move; symmetric: how a small y is summed, see `sum_owned`; name: for messages.
     """
 
     kind: str | None
@@ -53,6 +53,7 @@ class NormProduct:
     reduce_dtype: torch.dtype | None = None
     give: str | None = None
     moves: Moves = BY_SIZE
+    symmetric: str | None = None
     name: str = "LayerNormLinear"
 
     def deal(self, rows: int) -> Dealt:

@@ -1,7 +1,8 @@
 """What moves between the ranks while a linear multiplies: TransformerEngine's and DeepSpeed's options, as attributes of a layer.
 
-Each is None (as the size says, see kernels/moves.py), True (by copy engines, beside the products) or False (by collectives, in
-sequence), may be set at any time, and is read in each forward. On a CPU nothing could hide, so True runs in sequence as well.
+Each is None (as the size says, see kernels/moves.py; for `tp_overlap_comm` False), True (by copy engines, beside the products) or
+False (by collectives, in sequence), may be set at any time, and is read in each forward. On a CPU nothing could hide, so True
+runs in sequence as well.
 
 | option | layers | what it is about |
 |---|---|---|
@@ -11,6 +12,9 @@ sequence), may be set at any time, and is read in each forward. On a CPU nothing
 | `ub_bulk_wgrad` | column; rows dealt | the scatter of dx behind wgrad |
 | `ub_bulk_dgrad` | column; rows dealt | the gather of x for wgrad, behind dgrad |
 | `tp_overlap_comm` | column, row; rows whole | the sum of dx behind wgrad; row: of the output behind the product's blocks |
+
+`symmetric_ar_type` is about the sum of a row's output of few whole rows: "one_shot" or "two_shot", by PyTorch's kernels
+over symmetric memory in place of NCCL's; up to 1 MiB, and on GPUs that reach each other, elsewhere the collective runs.
 
 `ub_overlap_rs_dgrad=True` excludes the bulk options' True. Where both options of one scatter are set, True outweighs False. What
 is not about a layer's kind does nothing there: a caller may set all of them on all layers.
@@ -28,10 +32,13 @@ from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
 from ..exchange import Exchange, find_exchange
 from ..kernels.blocks import Dealt
-from ..kernels.moves import SMALLEST_SUM_BYTES, Moves
+from ..kernels.moves import BY_SIZE, Moves
+from ..peers import KINDS, check_kind
 
 WAYS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "tp_overlap_comm")
-OPTIONS = (*WAYS, "ub_name")
+UNSET = (None,) * len(WAYS)
+OPTIONS = (*WAYS, "symmetric_ar_type", "ub_name")
+_NAMES = frozenset(WAYS)
 
 
 class Overlap(TypedDict, total=False):
@@ -43,6 +50,7 @@ class Overlap(TypedDict, total=False):
     ub_bulk_dgrad: bool | None
     ub_bulk_wgrad: bool | None
     tp_overlap_comm: bool | None
+    symmetric_ar_type: str | None
     ub_name: str | None
 
 
@@ -59,6 +67,7 @@ class OverlapOptions:
     ub_bulk_dgrad: bool | None = None
     ub_bulk_wgrad: bool | None = None
     tp_overlap_comm: bool | None = None
+    symmetric_ar_type: str | None = None
     ub_name: str | None = None
 
 
@@ -73,6 +82,7 @@ def set_options(layer: Any, options: Any) -> None:
             raise PlanError(f"{layer.full_name}: there is no option {key!r}; the overlap options are {', '.join(OPTIONS)}")
         setattr(layer, key, value)
     read_moves(layer)
+    read_symmetric(layer)
 
 
 def read_moves(layer: Any) -> Moves:
@@ -81,8 +91,34 @@ def read_moves(layer: Any) -> Moves:
     Raises:
         PlanError: options that exclude each other, or of another type.
     """
-    ways = tuple(getattr(layer, name) for name in WAYS)
+    ways = (
+        layer.ub_overlap_ag,
+        layer.ub_overlap_rs,
+        layer.ub_overlap_rs_dgrad,
+        layer.ub_bulk_dgrad,
+        layer.ub_bulk_wgrad,
+        layer.tp_overlap_comm,
+    )
+    if ways == UNSET:  # in every forward of every layer
+        return BY_SIZE
     return _moves(is_row(layer), ways, layer.ub_name or layer.full_name)
+
+
+def read_symmetric(layer: Any) -> str | None:
+    """How a row layer sums small outputs; None: as any other.
+
+    Raises:
+        PlanError: no such kind, or one that needs NVLink multicast.
+    """
+    kind = layer.symmetric_ar_type
+    if kind is None:
+        return None
+    if kind not in KINDS:
+        try:
+            check_kind(str(kind))
+        except AutoTPError as error:
+            raise PlanError(f"{layer.ub_name or layer.full_name}: symmetric_ar_type: {error}") from None
+    return kind
 
 
 def is_row(layer: Any) -> bool:
@@ -114,6 +150,8 @@ def choose_moves(layers: Sequence[Any], exchange: Exchange) -> Moves:
         PlanError: the layers' options differ.
         KernelUnsupported: copies are asked for between ranks that can't copy.
     """
+    if all(_NAMES.isdisjoint(layer.__dict__) for layer in layers):  # as it is nearly always, in every call
+        return BY_SIZE
     first, *others = layers
     moves = read_moves(first)
     name = first.ub_name or first.full_name
@@ -147,17 +185,17 @@ def deal_sums(layers: Sequence[Any], group: TPGroup, x: Tensor, width: int, redu
     Raises:
         KernelUnsupported: copies are asked for between ranks that can't copy.
     """
+    if not any(layer.tp_overlap_comm for layer in layers):
+        return None
     rows = x.numel() // max(1, x.shape[-1])
     n_bytes = rows * width * x.element_size()
-    if n_bytes < SMALLEST_SUM_BYTES and not any(layer.tp_overlap_comm for layer in layers):
-        return None
     return deal_sum(group, choose_moves(layers, find_exchange(group)), rows, n_bytes, reduce_dtype)
 
 
 def deal_sum(group: TPGroup, moves: Moves, rows: int, n_bytes: int, reduce_dtype: torch.dtype | None) -> Dealt | None:
     """The same where the moves are known already."""
     exchange = find_exchange(group)
-    if not exchange.decide(n_bytes, moves.sums, SMALLEST_SUM_BYTES).copies:
+    if not (moves.sums and exchange.decide(n_bytes, True).copies):
         return None
     own = -(-rows // group.tp_size)
     return Dealt(exchange, group.tp_rank, group.tp_size, (rows,), (own,), reduce_dtype, moves=moves)
@@ -184,8 +222,9 @@ def explain_overlap(layer: Any, rows: int, dtype: torch.dtype | None = None) -> 
     names = {"forward": "scatter of y" if row else "gather of x", "gather": f"gather of {'dy' if row else 'x'} in backward"}
     names |= {"sums": f"sum of {'y' if row else 'dx'} where rows are whole"} | ({} if row else {"scatter": "scatter of dx"})
     for move, title in names.items():
-        smallest = SMALLEST_SUM_BYTES if move == "sums" else None
-        copies, reason = exchange.decide(n_bytes, getattr(moves, move), smallest)
+        copies, reason = exchange.decide(n_bytes, getattr(moves, move))
+        if move == "sums" and moves.sums is None and not exchange.why_not:
+            copies, reason = False, "tp_overlap_comm=True asks for copies"
         behind = ", complete before wgrad" if move == "scatter" and copies and moves.early else ""
         lines.append(f"  {title}: {'copy engines' if copies else 'collectives in sequence'}{behind} ({reason})")
     return "\n".join(lines)

@@ -15,8 +15,14 @@ from ..kernels.product import ProductSpec
 from ..shard import Shard
 
 
-def sum_owned(tensor: Tensor, group: TPGroup, dtype: torch.dtype | None) -> Tensor:
-    """The sum over the ranks of `tensor`, which the caller made and nobody else reads; outside autograd."""
+def sum_owned(tensor: Tensor, group: TPGroup, dtype: torch.dtype | None, kind: str | None = None) -> Tensor:
+    """The sum over the ranks of `tensor`, which the caller made and nobody else reads; outside autograd.
+
+    Args:
+        dtype: in which it is added up, None for its own; kind: of a small sum, see TPGroup.all_reduce_small.
+    """
+    if kind is not None and group.tp_size > 1:
+        return group.all_reduce_small(tensor.to(dtype or tensor.dtype).contiguous(), kind).to(tensor.dtype)
     if dtype is None or dtype == tensor.dtype:
         return group.all_reduce_owned(tensor)
     return group.all_reduce(tensor, dtype=dtype)
@@ -32,6 +38,7 @@ def make_spec(
     leaves: bool = False,
     transposed: bool = False,
     residual: bool = False,
+    kind: str | None = None,
 ) -> ProductSpec:
     """How a layer of `group` multiplies.
 
@@ -41,12 +48,20 @@ def make_spec(
         main_grads: for each weight, then each bias, its name where its gradient goes into its `main_grad`.
         enters, leaves: whether the input's gradient, or the output, is a partial sum.
         transposed: weights are `[K, N]`; residual: return the input as well.
+        kind: how a small output is summed, see `sum_owned`.
     """
     total = partial(sum_owned, group=group, dtype=reduce_dtype)
     copies = tuple(None if shard is None else partial(sum_over_holders, group=group, shard=shard) for shard in copied)
     own = not enters or group.tp_rank == 0
     return ProductSpec(
-        run, total if enters else None, total if leaves else None, transposed, copies, tuple(main_grads), residual, own
+        run,
+        total if enters else None,
+        partial(total, kind=kind) if leaves else None,
+        transposed,
+        copies,
+        tuple(main_grads),
+        residual,
+        own,
     )
 
 

@@ -19,13 +19,20 @@ from ..errors import GatherError
 from .base import TensorParallel_Layer, check_usable, find_group, sharded_modules
 
 
-def iterate_full_tensors(model: nn.Module) -> Generator[tuple[str, Tensor | None], None, None]:
-    """`(name, whole tensor)` of the state dict's tensors, in its order: whole on rank 0, None on the other ranks.
+def iterate_full_tensors(
+    model: nn.Module, owners: Mapping[str, int] | None = None
+) -> Generator[tuple[str, Tensor | None], None, None]:
+    """`(name, whole tensor)` of the state dict's tensors: whole on the rank that owns it, None on the other ranks.
 
-    The streaming primitive under `full_state_dict` and saving: one whole tensor exists at a time. Persistent buffers and
-    frozen parameters are included; a tied tensor comes once, under its first name (`find_tied_names` tells the others).
-    Tensors that were never sharded come as they are, not copied. Collective: every rank must consume it to the end;
+    The streaming primitive under `full_state_dict` and saving: one whole tensor exists at a time, in host memory. Persistent
+    buffers and frozen parameters are included; a tied tensor comes once, under its first name (`find_tied_names` tells the
+    others). Tensors that were never sharded come as they are, not copied. Collective: every rank must consume it to the end;
     close it (`contextlib.closing`) where the loop may raise, and the other ranks are told at once.
+
+    Args:
+        model: a parallelized model, or a plain one, whose tensors come as they are.
+        owners: which tensors come, in which order, and the TP rank that each goes to, alike on all ranks; None for all of them
+            in the state dict's order, to rank 0.
 
     Raises:
         GatherError: a rank did not come, stopped early, or has other names.
@@ -33,28 +40,24 @@ def iterate_full_tensors(model: nn.Module) -> Generator[tuple[str, Tensor | None
     check_usable(model)
     group = find_group(model)
     sharded = map_sharded(model)
-    state = _state_tensors(model)
-    tied = find_tied_names(model)
+    state, tied = _state_tensors(model), find_tied_names(model)
+    owners = {name: 0 for name in state if name not in tied} if owners is None else owners
     what = f"gathering the state of {type(model).__name__}"
     if group is None:
-        yield from ((name, tensor.detach()) for name, tensor in state.items() if name not in tied)
+        yield from ((name, state[name].detach()) for name in owners)
         return
-    check_same_names(group.arrive(what, hash_names(state)), group, what)
+    check_same_names(group.arrive(what, hash_names([*state, *(f"{name} {rank}" for name, rank in owners.items())])), group, what)
     try:
-        for name, tensor in state.items():
-            if name in tied:
-                continue
-            full: Tensor | None = tensor.detach()
-            if id(tensor) in sharded:
+        for name, owner in owners.items():
+            tensor = state[name]
+            full: Tensor | None = tensor.detach() if group.tp_rank == owner else None
+            if id(tensor) in sharded and not is_gathered(tensor, sharded):
                 layer, own, _ = sharded[id(tensor)]
-                shard = layer.shards[own]
-                if not is_gathered(tensor, sharded):
-                    _check_not_stopped(group, what)
-                    full = group.all_gather(tensor.detach(), shard)
-            yield name, full if group.tp_rank == 0 else None
+                full = group.gather_to_host(tensor.detach(), layer.shards[own], owner, lambda: _check_not_stopped(group, what))
+            yield name, full
             full = None
         _check_not_stopped(group, what)  # who stopped after the last gather is heard too, and the ranks' counts stay equal
-    except _StoppedError:
+    except StoppedError:
         raise
     except BaseException:
         group.arrive(what, "stopped", wait=False)
@@ -64,7 +67,7 @@ def iterate_full_tensors(model: nn.Module) -> Generator[tuple[str, Tensor | None
 def _check_not_stopped(group: TPGroup, what: str) -> None:
     stopped = [rank for rank, note in enumerate(group.arrive(what)) if note]
     if stopped:
-        raise _StoppedError(f"TP rank(s) {stopped} stopped {what}: see their own error")
+        raise StoppedError(f"TP rank(s) {stopped} stopped {what}: see their own error")
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -153,7 +156,7 @@ def find_tied_names(model: nn.Module) -> dict[str, str]:
 # -- what is sharded, and agreement -------------------------------------------------------------------------------------
 
 
-class _StoppedError(GatherError):
+class StoppedError(GatherError):
     """Another rank stopped iterating: it knows already, so it is not told again."""
 
 

@@ -18,7 +18,6 @@ does what it does without.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,15 +26,14 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..collectives import collect_rows, deal_rows, enter_rows, pad_rows, scatter_rows_to_group, sum_together
+from ..collectives import collect_rows, deal_rows, enter_rows, pad_rows, scatter_rows_to_group
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
 from ..exchange import find_exchange
 from ..kernels.dealt import Dealt
-from .base import TensorParallel_Layer, insert_class
 from .product import watches_operations
 
 LEAST_BYTES = 1 << 20  # of a rank's rows of one activation, below which "auto" does not deal them
@@ -52,6 +50,30 @@ class Layout(NamedTuple):
     def dealt(self) -> tuple[int, ...]:
         """The sizes before the columns of this rank's rows."""
         return (*[1] * (len(self.lead) - 1), self.share)
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """What one module does in a stream.
+
+    Attributes:
+        stream: shared by the chain's modules; name: the module's, for messages.
+        enters: the arguments by which dealt rows enter it, `(parameter name, position or None)`; the first one says the layout.
+        first: it splits what enters; gathers: it gathers it.
+        slices, joins: its output is whole, and dealt on return; or dealt, and gathered.
+        summed: names, dotted below it, of parameters that dealt rows read.
+        draws: dealt rows draw random numbers in the chain's layers.
+    """
+
+    stream: TokenStream
+    name: str
+    enters: tuple[tuple[str, int | None], ...]
+    first: bool = False
+    gathers: bool = False
+    slices: bool = False
+    joins: bool = False
+    summed: tuple[str, ...] = ()
+    draws: bool = False
 
 
 class TokenStream:
@@ -235,10 +257,14 @@ class TokenStream:
         else:
             self._check_rows(y, layout.rows)
             rest, lead = y.shape[1:], (layout.share,)
-        if self._draws is not None:
-            self._draws.switch(apart=True)
+        self.leave_whole_rows()
         rows = pad_rows(y.reshape(layout.rows, *rest), self.group.tp_size)
         return scatter_rows_to_group(rows, self.group, dtype).view(*lead, *rest)
+
+    def leave_whole_rows(self) -> None:
+        """Partial sums were scattered: what follows in this module reads dealt rows, and draws for those."""
+        if self._draws is not None:
+            self._draws.switch(apart=True)
 
     def find_local(self, x: Tensor) -> Tensor | None:
         """The rows that `x` was gathered from; None if it was not gathered last."""
@@ -314,134 +340,6 @@ def find_generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[index]
 
 
-# -- modules ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TokenPart:
-    """What one module does in a stream.
-
-    Attributes:
-        stream: shared by the chain's modules; name: the module's, for messages.
-        enters: the arguments by which dealt rows enter it, `(parameter name, position or None)`; the first one says the layout.
-        first: it splits what enters; gathers: it gathers it.
-        slices, joins: its output is whole, and dealt on return; or dealt, and gathered.
-        summed: names, dotted below it, of parameters that dealt rows read.
-        draws: dealt rows draw random numbers in the chain's layers.
-    """
-
-    stream: TokenStream
-    name: str
-    enters: tuple[tuple[str, int | None], ...]
-    first: bool = False
-    gathers: bool = False
-    slices: bool = False
-    joins: bool = False
-    summed: tuple[str, ...] = ()
-    draws: bool = False
-
-
-class TokenModule(TensorParallel_Layer):
-    """A module of a chain whose tokens are dealt, mixed in front of its own class.
-
-    Attributes:
-        autotp_tokens: what it does; one attribute, whose name no module has of its own.
-    """
-
-    autotp_tokens: TokenPart
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        part = self.autotp_tokens
-        stream = part.stream
-        x = find_argument(part.enters[0], args, kwargs)
-        if not isinstance(x, Tensor):
-            raise PlanError(
-                f"{part.name}: argument '{part.enters[0][0]}', by which the plan deals tokens, is a {type(x).__name__}: pass a "
-                f"tensor, or sequence_parallel=False"
-            )
-        with stream.running(part, x):
-            if stream.layout is None:
-                output = super().forward(*args, **kwargs)
-            else:
-                args, kwargs = enter_module(part, args, kwargs)
-                output = leave_module(part, run_dealt(self, x, super().forward, args, kwargs))
-            if not part.gathers:
-                stream.note_output(output)
-        if part.joins:
-            stream.layout = None
-        return output
-
-
-def enter_module(part: TokenPart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as the module's own forward reads them."""
-    if not (part.first or part.gathers):
-        return args, kwargs
-    part.stream.gathering = part.name
-    change = part.stream.split if part.first else part.stream.gather
-    for name, position in part.enters:
-        value = find_argument((name, position), args, kwargs)
-        if not isinstance(value, Tensor):
-            continue
-        if name in kwargs:
-            kwargs = {**kwargs, name: change(value)}
-        elif position is not None:
-            args = (*args[:position], change(value), *args[position + 1 :])
-    return args, kwargs
-
-
-def run_dealt(module: Any, x: Tensor, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The module's own forward: what it reads and draws as dealt rows, or whole ones, need it."""
-    part: TokenPart = module.autotp_tokens
-    stream = part.stream
-    if part.gathers:
-        try:
-            with stream.drawing_together():
-                return forward(*args, **kwargs)
-        finally:
-            stream.local = stream.full = None
-    with read_summed(module, part):
-        if part.draws and module.training and not watches_operations():  # ranks that are threads have one generator
-            with stream.drawing_apart(x.device):
-                return forward(*args, **kwargs)
-        return forward(*args, **kwargs)
-
-
-def leave_module(part: TokenPart, output: Any) -> Any:
-    """The output as it is passed on."""
-    change = part.stream.split if part.slices else part.stream.join if part.joins else None
-    return output if change is None else map_first(output, change, part.name)
-
-
-@contextmanager
-def read_summed(module: Any, part: TokenPart) -> Iterator[None]:
-    """The parameters that dealt rows read stand there such that their gradients are summed over the ranks."""
-    places = []
-    for name in part.summed if torch.is_grad_enabled() else ():
-        holder, _, leaf = name.rpartition(".")
-        owner = module.get_submodule(holder) if holder else module
-        parameter = owner._parameters.get(leaf)
-        if parameter is not None and parameter.requires_grad:
-            places.append((owner, leaf, parameter))
-    before = [(owner, owner._parameters) for owner in {id(owner): owner for owner, _, _ in places}.values()]
-    for owner, parameters in before:
-        owner.__dict__["_parameters"] = dict(parameters)
-    for place, summed in zip(places, sum_together([p for _, _, p in places], part.stream.group) if places else (), strict=True):
-        place[0]._parameters[place[1]] = summed
-    try:
-        yield
-    finally:
-        for owner, parameters in before:
-            owner.__dict__["_parameters"] = parameters
-
-
-def find_argument(argument: tuple[str, int | None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The value of an argument of forward, None where it was not given."""
-    name, position = argument
-    if name in kwargs:
-        return kwargs[name]
-    return args[position] if position is not None and position < len(args) else None
-
-
 def map_first(output: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
     """`output`, a tensor or what has one first, with that one changed.
 
@@ -458,74 +356,3 @@ def map_first(output: Any, change: Callable[[Tensor], Tensor], name: str) -> Any
         values = (map_first(output[0], change, name), *output[1:])
         return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
     raise PlanError(f"{name} returned a {type(output).__name__} with no tensor first, whose tokens the plan deals")
-
-
-def install_tokens(module: Any, group: TPGroup, name: str, part: TokenPart) -> None:
-    """Make `module` a TokenModule in place; it may be a layer of another kind already."""
-    shards = module.__dict__.get("shards", {})
-    insert_class(module, TokenModule)
-    module.tp, module.shards, module.full_name, module.autotp_tokens = group, shards, name, part
-
-
-# -- the edge -----------------------------------------------------------------------------------------------------------
-
-
-def watch_owners(model: nn.Module) -> list[Any]:
-    """Hooks on the modules around each chain, which say when its tokens may be dealt.
-
-    Returns:
-        handles by which the hooks are removed.
-    """
-    around: dict[str, list[tuple[TokenStream, bool]]] = {}
-    parts = [(name, m.autotp_tokens) for name, m in model.named_modules() if isinstance(m, TokenModule)]
-    joins = {id(part.stream): name for name, part in parts if part.joins}
-    for name, part in parts:
-        if part.first:
-            part.stream.owners = 0
-            for owner in list_owners(name):
-                whole = owner in list_owners(joins[id(part.stream)])
-                around.setdefault(owner, []).append((part.stream, whole))
-    handles = []
-    for name, streams in around.items():
-        module = model.get_submodule(name)
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            module.__dict__["autotp_streams"] = streams
-            handles.append(module.register_forward_pre_hook(begin_owner, prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(end_owner, always_call=True))
-    return handles
-
-
-def list_owners(name: str) -> list[str]:
-    """Names of the modules that hold the module `name`, the root's first."""
-    parts = name.split(".")
-    return [".".join(parts[:depth]) for depth in range(len(parts))]
-
-
-def begin_owner(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: tokens may be dealt from here on, unless hidden states are asked for."""
-    collects = collects_states(module, args, kwargs)
-    for stream, whole in module.__dict__["autotp_streams"]:
-        if whole:
-            stream.owners += 1
-        stream.suspended |= collects and stream.owners > 0
-
-
-def end_owner(module: Any, args: tuple[Any, ...], output: Any) -> None:
-    """Forward hook, run after an exception too: behind the last owner nothing is left of its forward."""
-    for stream, whole in module.__dict__["autotp_streams"]:
-        if whole:
-            stream.owners = max(0, stream.owners - 1)
-            if stream.owners == 0:
-                stream.reset()
-
-
-def collects_states(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a forward is asked for its hidden states, by an argument or by the config."""
-    asked = kwargs.get("output_hidden_states")
-    if asked is None:
-        names = list(inspect.signature(type(module).forward).parameters)[1:] if args else []
-        place = names.index("output_hidden_states") if "output_hidden_states" in names else len(args)
-        asked = args[place] if place < len(args) else None
-    if asked is None:
-        asked = getattr(getattr(module, "config", None), "output_hidden_states", False)
-    return asked is not None and asked is not False

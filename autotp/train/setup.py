@@ -51,7 +51,7 @@ def load_config(model: str) -> Any:
     if looks_like_path and not path.exists():
         raise AutoTPError(f"MODEL {model}: there is no such directory.{nearest_path(path)}")
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)  # else transformers asks on the terminal
     except (OSError, ValueError) as error:
         raise AutoTPError(
             f"can't read the config of {model}, neither a directory with one nor a hub id that is known here: "
@@ -95,7 +95,7 @@ def load_tokenizer(model: str) -> Any:
     """
     way_out = "copy tokenizer.json and tokenizer_config.json of the model into its directory"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # tokenizers fail in many ways
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise AutoTPError(f"{model} has no tokenizer that transformers can load ({said[0]}): {way_out}") from error

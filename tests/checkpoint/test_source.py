@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaModel, MixtralConfig, MixtralForCausalLM
 
-from autotp.checkpoint.names import match_names, rename_keys, tie_names
+from autotp.checkpoint.convert import ConvertedSource, rename_keys
+from autotp.checkpoint.names import match_names, tie_names
 from autotp.checkpoint.source import INDEX_NAME, SINGLE_NAME, ModuleSource, SafetensorsSource
 from autotp.errors import CheckpointError
 from autotp.shard import Shard
@@ -163,19 +164,25 @@ def test_no_checkpoint_there(tmp_path):
 # -- which tensor is which ------------------------------------------------------------------------------------------------
 
 
+def match(model, path):
+    """The checkpoint's names for each tensor of the model."""
+    source = ConvertedSource(model, SafetensorsSource(path))
+    return {name: tuple(key for n in found for key in source.keys(n)) for name, found in match_names(model, source).items()}
+
+
 def test_names_of_a_matching_checkpoint(saved):
     model, path = saved
-    assert match_names(model, SafetensorsSource(path)) == {name: (name,) for name in model.state_dict()}
+    assert match(model, path) == {name: (name,) for name in model.state_dict()}
 
 
 def test_base_model_prefix_is_added_and_removed(tmp_path):
     model = tiny_llama(tie_word_embeddings=True)
     model.model.save_pretrained(tmp_path / "base")
-    names = match_names(model, SafetensorsSource(tmp_path / "base"))
+    names = match(model, tmp_path / "base")
     assert names["model.norm.weight"] == ("norm.weight",) and names["lm_head.weight"] == ("embed_tokens.weight",)
     model.save_pretrained(tmp_path / "full")
     base = LlamaModel(model.config)
-    names = match_names(base, SafetensorsSource(tmp_path / "full"))
+    names = match(base, tmp_path / "full")
     assert names["norm.weight"] == ("model.norm.weight",)
 
 
@@ -183,14 +190,14 @@ def test_tied_names_may_be_absent_or_there_twice(tmp_path):
     model = tiny_llama(tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
-    names = match_names(model, SafetensorsSource(tmp_path))
+    names = match(model, tmp_path)
     assert names[embed] == names[head] == (embed,)
     state = {k: v.clone() for k, v in model.state_dict().items()}
     save_file(state, tmp_path / SINGLE_NAME)
-    assert set(match_names(model, SafetensorsSource(tmp_path))[embed]) == {embed, head}
+    assert set(match(model, tmp_path)[embed]) == {embed, head}
     del state[embed]
     save_file(state, tmp_path / SINGLE_NAME)
-    assert match_names(model, SafetensorsSource(tmp_path))[embed] == (head,)
+    assert match(model, tmp_path)[embed] == (head,)
     assert tie_names(model)[head] == (embed, head)
     untied = tiny_llama()
     assert tie_names(untied, [(embed, head)])[head] == (embed, head) and tie_names(untied)[head] == (head,)
@@ -204,36 +211,41 @@ def test_missing_unexpected_and_mis_shaped_are_named(tmp_path):
     state["model.norm.weight"] = torch.zeros(17)
     save_file(state, tmp_path / SINGLE_NAME)
     with pytest.raises(CheckpointError) as caught:
-        match_names(model, SafetensorsSource(tmp_path))
+        match(model, tmp_path)
     for word in ("layers.1.mlp.up_proj", "layers.7.mlp.up_proj", "'model.norm.weight' has shape [17]", "[16]", str(tmp_path)):
         assert word in str(caught.value)
+
+
+def test_what_is_beyond_the_model_is_named_and_not_read(tmp_path):
+    model = tiny_llama()
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    save_file({**state, "model.extra.weight": torch.zeros(2)}, tmp_path / SINGLE_NAME)
+    with pytest.warns(UserWarning, match=r"holds 1 tensor\(s\) \(model\.extra\.weight\).* not read"):
+        assert match(model, tmp_path).keys() == state.keys()
 
 
 def test_old_buffers_are_ignored(tmp_path):
     model = tiny_llama()
     state = {k: v.clone() for k, v in model.state_dict().items()}
     save_file({**state, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}, tmp_path / SINGLE_NAME)
-    match_names(model, SafetensorsSource(tmp_path))
+    match(model, tmp_path)
 
 
 def test_gpt2_without_its_prefix(tmp_path):
     model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=31, n_positions=8))
     state = {k.removeprefix("transformer."): v.clone() for k, v in model.state_dict().items() if k != "lm_head.weight"}
     save_file({**state, "h.0.attn.bias": torch.zeros(1, 1, 8, 8)}, tmp_path / SINGLE_NAME)
-    assert match_names(model, SafetensorsSource(tmp_path))["lm_head.weight"] == ("wte.weight",)
+    assert match(model, tmp_path)["lm_head.weight"] == ("wte.weight",)
 
 
-def test_checkpoints_that_need_conversion_are_refused(tmp_path):
+def test_the_models_own_layout_needs_no_conversion():
     model = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2))
-    model.save_pretrained(tmp_path)  # in the original layout: one tensor an expert
-    with pytest.raises(CheckpointError, match=r"converts .* autotp\.parallelize"):
-        match_names(model, SafetensorsSource(tmp_path))
     state = model.state_dict()
-    assert rename_keys(model, state, state) == {name: name for name in state}  # the model's own layout needs none
+    assert rename_keys(model, state, state) == {name: (name, None, None) for name in state}
 
 
 def test_quantized_checkpoints_are_refused(saved):
     model, path = saved
     model.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(CheckpointError, match="quantized"):
-        match_names(model, SafetensorsSource(path))
+        match(model, path)

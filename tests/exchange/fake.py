@@ -147,7 +147,7 @@ class World:
             tp_size=self.size,
             timeout_s=self.timeout_s,
             device=torch.device("cpu"),
-            gather_objects=lambda value: self.exchange_objects(rank, value),
+            arrive=lambda what: self.exchange_objects(rank, what),
         )
         return CopyExchange(group, FakeDevice(self, rank))
 

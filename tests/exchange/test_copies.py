@@ -56,7 +56,7 @@ def move_much(exchange, seed):
         else:
             assert torch.equal(multiply_and_sum(dealt, everyone[rank], [eye, 2 * eye]), torch.cat([total, 2 * total], 1))
     exchange.device.synchronize()
-    assert int(exchange.done[0]) == exchange.queued > 25 and len(exchange.uses) <= exchange.queued
+    assert exchange.done.value == exchange.queued > 25 and len(exchange.uses) <= exchange.queued
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -106,7 +106,7 @@ class Stuck:
     """What a Watch looks at."""
 
     def __init__(self):
-        self.done, self.queued, self.broken, self.group = [0], 0, "", SimpleNamespace(timeout_s=10)
+        self.done, self.queued, self.broken, self.group = SimpleNamespace(value=0), 0, "", SimpleNamespace(timeout_s=10)
 
     def find_missing(self):
         return "nobody came"
@@ -120,7 +120,7 @@ def test_when_a_watch_gives_up(monkeypatch):
     watch, now = Watch(exchange), 100.0
     looks = [(0, 0), (1, 0), (5, 0), (5, 3), (9, 4), (9, 9), (9, 9), (10, 9), (10, 9)]  # queued, done: 4 s apart
     for queued, done in looks:
-        exchange.queued, exchange.done[0] = queued, done
+        exchange.queued, exchange.done.value = queued, done
         monkeypatch.setattr(time, "monotonic", lambda at=now: at)
         watch.look(exchange)
         now += 4
@@ -132,7 +132,7 @@ def test_when_a_watch_gives_up(monkeypatch):
     exchange.broken = given_up[0]
     watch.look(exchange)
     assert given_up == [exchange.broken] * 2
-    exchange.done[0] = 10
+    exchange.done.value = 10
     watch.look(exchange)
     assert len(given_up) == 2
 

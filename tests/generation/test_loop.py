@@ -161,6 +161,7 @@ def check_interruptions(model, rank):
 
     text = raised(lambda: model.generate(ids[1:2], **options | {"max_new_tokens": NEW - rank}))
     assert "different ways" in text and "length 19" in text and "length 18" in text
+    assert "content" in raised(lambda: model.generate(ids[1:2] + rank, **options))
     counting = Counting(3 + rank)  # as a clock would be on one rank: the first one's word counts
     assert model.generate(ids[1:2], **options, stopping_criteria=[counting]).shape[1] == 7 + 3
     torch.manual_seed(rank)

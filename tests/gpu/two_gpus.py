@@ -21,6 +21,7 @@ from autotp.checkpoint.random_state import random_state, set_random_state
 from autotp.generation.engine import find_engine
 from autotp.layers.decoding import decoding_step
 from autotp.train.optimizer import MasterOptimizer
+from tests.gpu.moving_rows import CHECKS
 from tests.inject.test_families import full_gradients
 from tests.models import batch, tiny
 
@@ -148,7 +149,7 @@ def check_generate(family):
     want, got = reference.eval().generate(ids, **kw), model.eval().generate(ids, **kw)
     assert torch.equal(want, got), (want, got)
     engine = find_engine(model)
-    assert (engine.captures or not CUDA) and engine.broken is None, engine.broken
+    assert (engine.captures or not CUDA) and not engine.broken, engine.broken
     drawn = dict(kw, do_sample=True, top_k=20)
     torch.manual_seed(0)
     want = reference.generate(ids[:1], **drawn)
@@ -333,6 +334,7 @@ def main():
     checks += [(check_generate, "gemma2"), (check_smollm2_shape, None)]
     checks += [(check_decoding, family) for family in FAMILIES]
     checks += [(check_norm_linear, norm) for norm in ("LayerNorm", "RMSNorm")]
+    checks += [(check, None) for check in CHECKS]
     failed = 0
     for check, family in checks:
         try:

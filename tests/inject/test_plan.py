@@ -56,6 +56,7 @@ def test_json_keeps_every_field():
         outputs=(0, 2),
         norm=NormPlan("rms", 1e-6, 6),
         forward="attention",
+        overlap={"ub_overlap_rs": True, "ub_name": "q"},
         fixes=(
             ShapeFix("m:A.forward", (3, 3, 8, 40), "shape", "x.view(b, c)", {1: (2, 3), "dim": (4, 5)}, {1: 5}),
             ShapeFix("m:A.forward", (4, 4, 8, 40), "split", sections=((1, 2), (3, 4))),
@@ -195,9 +196,15 @@ def check_bare(group):
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
     x = torch.randn(3, 4)
     expected = model(x)
-    autotp.parallelize(model, group, plan={"0": "colwise", "2": "rowwise"})
+    row = {"style": "rowwise", "ub_overlap_rs": False, "ub_name": "down"}
+    autotp.parallelize(model, group, plan={"0": "colwise", "2": row})
     assert model[0].weight.shape == (3, 4)
+    assert (model[2].ub_overlap_rs, model[2].ub_name, model[0].ub_overlap_rs) == (False, "down", None)
     torch.testing.assert_close(model(x), expected)
+    with pytest.raises(PlanError, match=r"plan\['0'\]: \['ub_bulk_wgrad'\] are about sharded linears, .* 'replicate'"):
+        autotp.make_plan(nn.Sequential(nn.Linear(4, 6)), 2, {"0": {"ub_bulk_wgrad": True}})
+    autotp.unshard(model)
+    assert not {"ub_overlap_rs", "ub_name"} & set(model[2].__dict__)
 
 
 def test_a_region_at_the_root_is_rewritten(ranks):

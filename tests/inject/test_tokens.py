@@ -12,7 +12,7 @@ from shrink import tiny_model
 import autotp
 from autotp.errors import PlanError, ProofError
 from autotp.inject.plan import TokenPlan
-from autotp.layers.tokens import TokenModule
+from autotp.layers.token_modules import TokenModule
 from tests.models import batch, tiny, tiny_config
 
 LENGTHS = (1, 7, 65)

@@ -1,6 +1,7 @@
 """Products whose rows are dealt to the ranks, in one piece and block by block, against the same product in one process."""
 
 import itertools
+import time
 import weakref
 from itertools import chain
 
@@ -22,7 +23,7 @@ def made(seed, *shape):
 class BlockExchange(Exchange):
     """Gives blocks one by one as a GPU's exchange does, and nothing before it was waited for or after it was taken."""
 
-    def decide(self, n_bytes, way, smallest_bytes=None):
+    def decide(self, n_bytes, way):
         return Decision(way is not False, "for this test")
 
     def gather(self, local, way=None, full=None):
@@ -111,6 +112,9 @@ def check_column(group, exchange_class, shape, merged, transposed):
     gathered = weakref.ref(gather.full)
     del gather, spec
     tp.all_reduce(torch.ones(1))  # gloo lets go of the last collective's tensors at the next one
+    end = time.monotonic() + 10  # gloo's threads let go of what they sent a moment later
+    while gathered() is not None and time.monotonic() < end:
+        time.sleep(0.001)
     assert gathered() is None, "the gathered rows are kept for backward"
     torch.autograd.backward(outputs, cotangents[tp.tp_rank])
     torch.testing.assert_close(local.grad, deal(tp, x.grad, shape))

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from autotp.kernels import few_rows, reference
 from autotp.kernels.decode import decoding, is_decoding
+from autotp.kernels.dispatch import Problem, select
 
 from .tensors import DEVICE, assert_close_enough, draw
 
@@ -34,6 +35,16 @@ def test_products_gates_and_biases(use, dtype, rows, outputs, terms):
         assert y.shape == (rows, 1, outputs) and y.dtype is dtype
         exact = plain(x.double(), w.double(), None if b is None else b.double(), activation)
         assert_close_enough(y, plain(x, w, b, activation), exact)
+
+
+def test_ids_are_looked_up_where_they_are_held(use):
+    weight, ids = draw(7, 33).float(), torch.tensor([[3, 9], [10, 20], [-1, 4], [40, 11]], device=DEVICE)
+    column = dict(enumerate(weight[:, 5].tolist(), 4)) | {20: 0.0, 3: 0.0, 11: 0.0}
+    held = [column.get(token, torch.nan) for token in ids.flatten().tolist()]
+    for backend in ("reference", "triton"):
+        found = select(Problem("look_up", DEVICE, rows=8, width=33), backend)(ids, weight, 4, 30)
+        assert found.shape == (4, 2, 33)
+        torch.testing.assert_close(found[..., 5].flatten(), torch.tensor(held, device=DEVICE), rtol=0, atol=0, equal_nan=True)
 
 
 def test_only_plain_few_rows_within_decoding_take_the_kernel(use, monkeypatch):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from autotp.errors import GatherError
+from autotp.layers import gather
 from autotp.layers.gather import GatherReplacedLayerParams, full_state_dict, iterate_full_tensors, load_full_state_dict
 from tests.layers.handmade import build
 
@@ -54,6 +55,55 @@ def run_gather(group):
 @pytest.mark.parametrize("size", [2, 3])
 def test_gather_shows_whole_tensors_and_restores_the_storage(ranks, size):
     ranks.run(run_gather, size=size)
+
+
+def run_read_only(group):
+    model, full, tp = build(group)
+    model.up.bias.data, full.up.bias.data = model.up.bias.data.to(torch.bfloat16), full.up.bias.data.to(torch.bfloat16)
+    where, gathers, arrivals = pointers(model), [], []
+    gather, arrive = type(tp).all_gather_many, type(tp).arrive
+    type(tp).all_gather_many = lambda self, *args: gathers.append(len(args[0])) or gather(self, *args)
+    type(tp).arrive = lambda self, *args, **kwargs: arrivals.append(args) or arrive(self, *args, **kwargs)
+    try:
+        with GatherReplacedLayerParams(model.parameters(), model, read_only=True):
+            assert_equal(model, full)
+            assert raised(model, torch.randn(3, 6))
+    finally:
+        type(tp).all_gather_many, type(tp).arrive = gather, arrive
+    assert len(gathers) == 1 < gathers[0] and len(arrivals) == 1  # all at once, and no word at the end
+    assert pointers(model) == where
+    context = GatherReplacedLayerParams(model.parameters(), model, read_only=True)
+    with pytest.raises(GatherError, match=r"up\.weight' was changed .* leave read_only out"), context, torch.no_grad():
+        model.up.weight.mul_(2)
+    with pytest.raises(KeyError), GatherReplacedLayerParams(model.parameters(), model, read_only=True):
+        raise KeyError
+    assert pointers(model) == where
+    with GatherReplacedLayerParams(model.parameters(), model):
+        assert_equal(model, full)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_read_only_gathers_many_at_once_and_writes_nothing_back(ranks, size):
+    ranks.run(run_read_only, size=size)
+
+
+def run_batches(group, most):
+    model, full, _ = build(group)
+    gather._BATCH_BYTES, kept = most, gather._BATCH_BYTES
+    try:
+        with GatherReplacedLayerParams(model.parameters(), model), torch.no_grad():
+            assert_equal(model, full)
+            for tensor in {id(p): p for p in (*model.parameters(), *full.parameters())}.values():
+                tensor.add_(1)
+    finally:
+        gather._BATCH_BYTES = kept
+    with GatherReplacedLayerParams(model.parameters(), model, read_only=True):
+        assert_equal(model, full)
+
+
+@pytest.mark.parametrize("most", [1, 300])
+def test_batches_by_bytes(ranks, most):
+    ranks.run(run_batches, most)
 
 
 def run_snippet(group):

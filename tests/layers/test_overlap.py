@@ -1,6 +1,7 @@
 """The options of overlap: what they say of each move, what they exclude, and layers whose rows come in blocks."""
 
 import itertools
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -59,6 +60,10 @@ def test_options_that_do_not_fit_are_refused():
         column(ub_overlap_ag=1)
     with pytest.raises(PlanError, match="no option 'ub_overlap_all'; the overlap options are ub_overlap_ag, "):
         LayerNormLinear(6, 4, ub_overlap_all=True)
+    with pytest.raises(PlanError, match="Linear: symmetric_ar_type: multimem_all_reduce needs NVLink multicast"):
+        column(symmetric_ar_type="multimem_all_reduce")
+    with pytest.raises(PlanError, match="'ring' is none of push, one_shot, two_shot"):
+        LayerNormLinear(6, 4, symmetric_ar_type="ring")
     layer = column()
     layer.ub_bulk_wgrad, layer.ub_overlap_rs_dgrad = True, True  # set on any instance, seen when it is read
     with pytest.raises(PlanError, match="excludes"):
@@ -104,6 +109,33 @@ def test_sums_of_a_region_in_blocks(ranks, main_grad):
     ranks.run(check_region, main_grad)
 
 
+def check_symmetric(group):
+    """Which sums are asked for in another way, and that they are the same."""
+    tp, asked = resolve_group(group), []
+    small = tp.all_reduce_small
+    tp.all_reduce_small = lambda tensor, kind: (asked.append(kind), small(tensor, kind))[1]
+    whole, x = linear_of(8, 6, 3), made(1, 5, 8)
+    columns = slice(4 * tp.tp_rank, 4 * tp.tp_rank + 4)
+    layer = LinearAllreduce(linear_of(8, 6, 3), tp, name="down")
+    layer.symmetric_ar_type = "one_shot"
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(layer(x[:, columns]), whole(x))
+    sized = Linear(8, 6, dtype=torch.float64, tensor_parallel_mode="row", tensor_parallel_group=tp, symmetric_ar_type="two_shot")
+    sized.load_state_dict(whole.state_dict())
+    sized.reduce_dtype = torch.float32
+    torch.testing.assert_close(sized(x[:, columns]), whole(x), rtol=1e-5, atol=1e-5)
+    layer = LayerNormLinear(8, 6, parallel_mode="row", tp_group=tp, params_dtype=torch.float64)
+    want = layer(x[:, columns])
+    layer.symmetric_ar_type = "two_shot"
+    assert torch.equal(layer(x[:, columns]), want)
+    assert asked == ["one_shot", "one_shot", "two_shot", "two_shot"]
+
+
+def test_small_sums_over_symmetric_memory(ranks):
+    ranks.run(check_symmetric)
+
+
 class Reaching(Exchange):
     """What GPUs have whose memory is in reach."""
 
@@ -119,27 +151,27 @@ def check_explained(group):
     assert all(line.endswith("collectives in sequence (rows move by collectives on cpu)") for line in lines[1:])
     tp.owned["exchange"] = Reaching(tp)
     assert explain_overlap(layer, 4096).splitlines()[1:] == [
-        "  gather of x: copy engines (64 MiB, at least 24 MiB)",
-        "  gather of x in backward: copy engines (64 MiB, at least 24 MiB)",
-        "  sum of dx where rows are whole: copy engines (64 MiB, at least 64 MiB)",
+        "  gather of x: copy engines (64 MiB, at least 16 MiB)",
+        "  gather of x in backward: copy engines (64 MiB, at least 16 MiB)",
+        "  sum of dx where rows are whole: collectives in sequence (tp_overlap_comm=True asks for copies)",
         "  scatter of dx: collectives in sequence (asked for: False)",
     ]
     layer = LayerNormLinear(
         64, 4096, parallel_mode="row", tp_group=tp, sequence_parallel=True, ub_name="down", ub_overlap_ag=True
     )
+    layer.tp_overlap_comm = True
     assert explain_overlap(layer, 1024, torch.bfloat16).splitlines() == [
         "down, row, 1024 x 4096, 2 ranks on cpu",
-        "  scatter of y: collectives in sequence (8 MiB, fewer than 24 MiB: launching copies costs more than they hide)",
+        "  scatter of y: collectives in sequence (8 MiB, fewer than 16 MiB: launching copies costs more than they hide)",
         "  gather of dy in backward: copy engines (asked for: True)",
-        "  sum of y where rows are whole: collectives in sequence (8 MiB, fewer than 64 MiB: "
-        "launching copies costs more than they hide)",
+        "  sum of y where rows are whole: copy engines (asked for: True)",
     ]
     far = Exchange(tp, "the ranks are on 2 hosts")
     far.check(read_moves(layer), "down")  # a CPU has nothing to hide behind
     tp.device = torch.device("cuda", 0)
     with pytest.raises(KernelUnsupported, match=r"down: copies between the ranks were asked for, but the ranks are on 2 hosts"):
         far.check(read_moves(layer), "down")
-    layer.ub_overlap_ag = False
+    layer.ub_overlap_ag = layer.tp_overlap_comm = False
     far.check(read_moves(layer), "down")
 
 
@@ -153,20 +185,30 @@ def in_blocks(group):
     return tp
 
 
+@contextmanager
+def summing_in_blocks(*classes):
+    """In it layers sum rows that are whole in blocks too."""
+    for each in classes:
+        each.tp_overlap_comm = True
+    try:
+        yield
+    finally:
+        for each in classes:
+            del each.tp_overlap_comm
+
+
 def check_linears_in_blocks(group):
-    for mode in ("column", "row"):
-        for main_grad in (False, True):
-            for dealt in (False, True):
-                check_modes(in_blocks(group), mode, dealt, True, main_grad)
+    with summing_in_blocks(Linear):
+        for mode, main_grad, dealt in itertools.product(("column", "row"), (False, True), (False, True)):
+            check_modes(in_blocks(group), mode, dealt, True, main_grad)
 
 
 def check_norm_linears_in_blocks(group):
     tp = in_blocks(group)
-    for split in SPLITS:
-        for mode in ("column", "row"):
-            for dealt, delay in itertools.product((False, True), repeat=2):
-                check_dealt(tp, "LayerNorm", False, split, mode, dealt, delay)
-    check_frozen_dealt(tp)
+    with summing_in_blocks(LayerNormLinear):
+        for split, mode, dealt, delay in itertools.product(SPLITS, ("column", "row"), (False, True), (False, True)):
+            check_dealt(tp, "LayerNorm", False, split, mode, dealt, delay)
+        check_frozen_dealt(tp)
 
 
 def test_layers_whose_rows_come_in_blocks(ranks):
