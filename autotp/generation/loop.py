@@ -60,7 +60,7 @@ class Request:
 
     def describe(self, ids: Tensor, mask: Tensor | None) -> str:
         """What all ranks must have asked alike: what they launch depends on it."""
-        content = zlib.crc32(b"".join(each.cpu().contiguous().numpy().tobytes() for each in (ids, mask) if each is not None))
+        content = zlib.crc32(b"".join(each.long().cpu().numpy().tobytes() for each in (ids, mask) if each is not None))
         kinds = [type(each).__name__ for each in (*self.processors, *self.criteria)]
         return (
             f"prompt {list(ids.shape)} of content {content:08x}, length {self.limit}, "
