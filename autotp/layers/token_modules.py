@@ -180,7 +180,7 @@ def end_owner(module: Any, args: tuple[Any, ...], output: Any) -> None:
             stream.owners, dealt = max(0, stream.owners - 1), stream.layout is not None
             if stream.owners == 0 or dealt:
                 stream.reset()
-            if dealt:
+            if dealt and output is not None:  # it is where the forward raised
                 raise PlanError(
                     f"{type(module).__name__} dealt its tokens, but the module that joins them again did not run (layerdrop, or "
                     f"layers taken out?): let all layers run, or pass sequence_parallel=False"

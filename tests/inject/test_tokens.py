@@ -132,6 +132,10 @@ def check_interrupted(model, call):
         model(**call)
     handle.remove()
     assert all(stream.layout is None and stream.owners == 0 for stream in streams_of(model))
+    model.model.norm.__dict__["forward"] = lambda x: x  # rows that nothing joins again
+    with pytest.raises(PlanError, match="LlamaModel dealt its tokens, but the module that joins them again did not run"):
+        model(**call)
+    del model.model.norm.__dict__["forward"]
     x = torch.randn(2, 6, 64)
     embeddings = model.model.rotary_emb(x, torch.arange(6)[None])
     assert model.model.layers[0](x, position_embeddings=embeddings).shape == x.shape
