@@ -1,5 +1,6 @@
 """What a user meets when something is wrong with a training run: one message, from one rank, that says what to do."""
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,8 @@ import torch
 
 import autotp.cli.ranks
 import autotp.cli.train
+from autotp.checkpoint.pending import ABOUT
+from autotp.checkpoint.state import FORMAT
 from autotp.cli.checks import check_ranks
 from autotp.cli.main import main
 from autotp.cli.ranks import explain_memory, is_memory_error, run_ranks
@@ -164,7 +167,11 @@ def rank_that_is_killed(options):
     torch.distributed.init_process_group("gloo")
     send_message(EVENT)
     if os.environ["RANK"] == "1":
-        (Path(options.out) / "checkpoint-5").mkdir()
+        for step, whole in ((5, True), (7, False)):  # the newest whole one is what can be gone on from
+            path = Path(options.out) / f"checkpoint-{step}"
+            path.mkdir()
+            if whole:
+                (path / ABOUT).write_text(json.dumps({"format": FORMAT, "files": {}}))
         os.kill(os.getpid(), signal.SIGKILL)
     torch.distributed.all_reduce(torch.ones(1))
 
