@@ -5,8 +5,10 @@ import torch
 from transformers import MaxLengthCriteria, StoppingCriteria
 
 from autotp.comm import TPGroup
+from autotp.errors import AutoTPError
 from autotp.generation.engine import find_engine
 from autotp.generation.install import install_generation
+from autotp.generation.warm import warm_up
 from tests.models import tiny
 
 OPTIONS = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -76,3 +78,13 @@ def test_alibi_of_falcon_runs_transformers_own_decoding():
     models = [tiny("falcon", alibi=True, new_decoder_architecture=False) for _ in range(2)]
     ours, theirs = (model.generate(make_ids(), **OPTIONS) for model in (with_engine(models[0]), models[1]))
     assert torch.equal(ours, theirs) and any("alibi" in text for text in find_engine(models[0])._said)
+
+
+def test_warm_up_refuses_what_it_would_not_do(llamas):
+    model = llamas[0]
+    for sizes, length in (((), 256), ((0,), 256), (1, 0)):
+        with pytest.raises(AutoTPError, match="1 at least"):
+            warm_up(model, sizes, length)
+    with pytest.raises(AutoTPError, match="training mode"):
+        warm_up(model.train())
+    assert warm_up(model.eval(), 1, 16) == 0
