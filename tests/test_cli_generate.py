@@ -61,3 +61,10 @@ def test_what_can_not_be_done_is_said_in_one_line(checkpoint, more, said, capsys
     monkeypatch.setattr(autotp.cli.generate, "run_ranks", launch)
     err = run_cli("generate", checkpoint, "--tp", 2, "--prompt", "the", *more, code=2, capsys=capsys).err
     assert err.startswith("autotp: error: ") and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("more, said", [(["--temperature", 0], "not above zero"), (["--top-p", 1.5], "at most 1")])
+def test_settings_of_the_draws_are_checked_before_anything_is_loaded(checkpoint, more, said, capsys):
+    with pytest.raises(SystemExit):
+        run_cli("generate", checkpoint, "--tp", 2, "--prompt", "the", "--sample", *more)
+    assert said in capsys.readouterr().err

@@ -249,9 +249,9 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message, put into the chat template")
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="tokens at most (%(default)s)")
     parser.add_argument("--sample", action="store_true", help="draw tokens; otherwise the likeliest is taken")
-    parser.add_argument("--temperature", type=float, metavar="X", help="of the draws (the model's own setting)")
+    parser.add_argument("--temperature", type=_temperature, metavar="X", help="of the draws (the model's own setting)")
     parser.add_argument("--top-k", type=positive, metavar="N", help="draw among the N likeliest (the model's own setting)")
-    parser.add_argument("--top-p", type=float, metavar="X", help="draw among the likeliest of this share (the model's own)")
+    parser.add_argument("--top-p", type=_share, metavar="X", help="draw among the likeliest of this share (the model's own)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (%(default)s)")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="of the weights; auto: as saved")
     parser.add_argument("--bench", action="store_true", help="generate with the unsharded model too, and compare")
@@ -324,4 +324,20 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not above zero")
+    return value
+
+
+def _temperature(text: str) -> float:
+    """A finite number above zero."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above zero and finite: leave --sample out for the likeliest tokens")
+    return value
+
+
+def _share(text: str) -> float:
+    """A number above zero, one at most."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
     return value

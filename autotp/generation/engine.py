@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Engine:
         graphs: whether steps are captured, which takes a GPU. runs_ahead: whether the next forward is launched before it is
             known that the last token ended everything. pads: whether batches are rounded up.
         captures: graphs captured so far. broken: why capturing was given up, by the kind of step.
-        special: whether captured steps take the kernels made for decoding.
+        special: whether captured steps take the kernels made for decoding. busy: whether a generation is under way.
     """
 
     def __init__(self, group: TPGroup) -> None:
@@ -41,7 +41,7 @@ class Engine:
         self.graphs = self.runs_ahead = self.pads = group.device.type == "cuda"
         self.captures = 0
         self.broken: dict[type, str] = {}
-        self.special = True
+        self.special, self.busy = True, False
         self._said: set[str] = set()
         self.release()
 
@@ -55,6 +55,15 @@ class Engine:
         self.caches: dict[tuple[int, int], ArenaCache] = {}
         self.print: int | None = None
         self._pool: Any = None
+
+    @contextmanager
+    def occupied(self) -> Iterator[None]:
+        """For the time of one generation: its memory is the model's only one."""
+        self.busy = True
+        try:
+            yield
+        finally:
+            self.busy = False
 
     def refresh(self, model: nn.Module) -> None:
         """Let go of everything if the model is not what steps were made for."""

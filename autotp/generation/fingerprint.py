@@ -20,7 +20,7 @@ def fingerprint(model: nn.Module) -> int:
     """A number that differs when a captured step of `model` would no longer do what the model does."""
     cuda = torch.backends.cuda
     parts: list[Any] = [
-        torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
+        *(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cuda", "cpu")),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
         (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),

@@ -48,9 +48,11 @@ def _wrap_sample(original: Callable) -> Callable:
         engine = find_engine(self)
         if engine is not None:
             reason = why_not(self, input_ids, generation_config, synced_gpus, kwargs)
+            if reason is None and engine.busy:
+                reason = "it was called inside another generation of the same model, whose cache it would overwrite"
             if reason is None:
                 request = Request(logits_processor, stopping_criteria, generation_config, streamer)
-                with torch.inference_mode(False), torch.no_grad():
+                with torch.inference_mode(False), torch.no_grad(), engine.occupied():
                     return decode(engine, self, request, input_ids, kwargs)
             _prepare_other(engine, generation_config, reason)
         return original(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **kwargs)
@@ -96,7 +98,8 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
     request.config.disable_compile = True
     engine.refresh(model)
     inputs = take_inputs(input_ids, {name: value for name, value in model_kwargs.items() if name != cache_name})
-    rows, length = engine.bucket(input_ids.shape[0], max(request.limit - 1, request.config.max_cache_len or 0))
+    longest = max(request.limit - 1, input_ids.shape[1], request.config.max_cache_len or 0)
+    rows, length = engine.bucket(input_ids.shape[0], longest)
     text = model.config.get_text_config(decoder=True)
     cache = engine.take_cache(text, rows, length)
     head = Head(model)
@@ -123,7 +126,7 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
             first.fill(input_ids)
             engine.launch(first, model)
             logits = first.logits[: input_ids.shape[0]] if request.greedy else head.gather(first.logits[: input_ids.shape[0]])
-        step.begin(input_ids, inputs, request.eos, request.pad)
+        step.begin(input_ids, inputs, request.eos if request.greedy else (), request.pad)
         return logits
 
     optimize = getattr(model, "_optimize_model_for_decode", nullcontext)

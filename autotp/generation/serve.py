@@ -38,6 +38,8 @@ def _why_not_model(model: Any) -> str | None:
     text = model.config.get_text_config(decoder=True)
     if text._attn_implementation not in ATTENTION:
         return f"its attention is {text._attn_implementation}, none of {', '.join(ATTENTION)}"
+    if getattr(text, "alibi", False):
+        return "its alibi is made of the two-dimensional mask, which a static cache replaces"
     return why_not_static(text)
 
 

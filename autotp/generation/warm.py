@@ -16,25 +16,32 @@ from .prompt import PromptStep
 NEW_TOKENS = 3  # the first is the prompt's, the second captures, the third replays
 
 
-def warm_up(model: nn.Module, batch_sizes: Iterable[int] = (1,), max_length: int = 2048) -> int:
+def warm_up(model: nn.Module, batch_sizes: Iterable[int] | int = (1,), max_length: int = 2048) -> int:
     """Take memory for, and capture, every step that `generate` could need; collective.
 
     Args:
         model: a parallelized model in evaluation mode.
-        batch_sizes: numbers of sequences to be ready for (beams and returned sequences counted).
+        batch_sizes: number or numbers of sequences to be ready for (beams and returned sequences counted).
         max_length: tokens of the longest sequence, prompt included; every shorter cache length is captured too.
 
     Returns:
         the number of graphs that this captured: 0 on the CPU, where there are none.
 
     Raises:
-        AutoTPError: the model is not parallelized, or generate can't use graphs for it.
+        AutoTPError: the model is not parallelized or in training mode, generate can't use graphs for it, or a size is below 1.
     """
     engine = find_engine(model)
     if engine is None:
         raise AutoTPError(f"this {type(model).__name__} is not parallelized: call autotp.parallelize first")
+    if model.training:
+        raise AutoTPError(
+            "the model is in training mode, where generate runs transformers' own decoding: call model.eval() first"
+        )
+    sizes = [batch_sizes] if isinstance(batch_sizes, int) else list(batch_sizes)
+    if not sizes or min(*sizes, max_length) < 1:
+        raise AutoTPError(f"batch_sizes={sizes} and max_length={max_length} must name sizes of 1 at least")
     before, pad = engine.captures, getattr(model.generation_config, "pad_token_id", None)
-    for rows, length in sorted(_buckets(engine, batch_sizes, max_length), key=lambda b: -b[0] * b[1]):
+    for rows, length in sorted(_buckets(engine, sizes, max_length), key=lambda b: -b[0] * b[1]):
         prompts = list_prompts(rows, length) if engine.can_capture(PromptStep) else []
         for tokens, new, do_sample in [
             *((tokens, 1, False) for tokens in prompts),
