@@ -125,7 +125,7 @@ class _Scattered(torch.autograd.Function):
         ctx.save_for_backward(rows if ctx.needs_input_grad[4] else None, cast if ctx.needs_input_grad[3] else None)
         w = as_rows(cast, spec).t()
         y = multiply_into_scatter(dealt, rows, [w], lambda: spec.run(rows, cast))
-        return y.view(*dealt.local_shape, -1)
+        return y.view(*dealt.local_shape, y.shape[-1])
 
     @staticmethod
     @once_differentiable

@@ -107,6 +107,11 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
         if self.siblings is not None:
             self.siblings.forget_options()
 
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        if self.siblings is not None:
+            self.siblings.follow_copy(self)
+
     @classmethod
     def shards_of(cls, weight: Shard, bias: bool) -> dict[str, Shard]:
         """Parameter name -> Shard, given the weight's: a column layer's bias is cut as its outputs are."""

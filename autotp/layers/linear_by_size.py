@@ -143,6 +143,8 @@ class Linear(ParallelLinear, nn.Linear):
     def _gather(self, x: Tensor) -> Tensor:
         if x.dim() < 2:
             raise PlanError(f"{self.full_name}: sequence_parallel deals rows along dim 0, and the input {list(x.shape)} has none")
+        if x.shape[-1] != self.in_features:
+            raise PlanError(f"{self.full_name} takes [..., {self.in_features}], got {list(x.shape)}")
         if watches_operations():
             return self.multiply(gather_rows_from_group(x, self.tp, self.reduce_dtype))
         rows, *rest = x.shape[:-1]

@@ -93,6 +93,12 @@ class SiblingInput:
         layer.__dict__["place"] = place
         self._slots[place] = weakref.ref(layer)
 
+    def follow_copy(self, layer: nn.Module) -> None:
+        """Take a copied layer for the member that it is, if the group was copied with it."""
+        place = layer.__dict__.get("place", -1)
+        if place >= 0 and self._slots[place]() is None:
+            self._slots[place] = weakref.ref(layer)
+
     def lay(self) -> None:
         """Move the members' weights and biases side by side, where they are all there and alike."""
         params = self._read_parameters()

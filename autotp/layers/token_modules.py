@@ -44,8 +44,8 @@ class TokenModule(TensorParallel_Layer):
                 output = leave_module(part, run_dealt(self, x, super().forward, args, kwargs))
             if not part.gathers:
                 stream.note_output(output)
-        if part.joins:
-            stream.layout = None
+        if part.joins and stream.layout is not None:
+            stream.layout, stream.joined = None, stream.layout
         return output
 
 
@@ -92,13 +92,7 @@ def leave_module(part: TokenPart, output: Any) -> Any:
 @contextmanager
 def read_summed(module: Any, part: TokenPart) -> Iterator[None]:
     """The parameters that dealt rows read stand there such that their gradients are summed over the ranks."""
-    places = []
-    for name in part.summed if torch.is_grad_enabled() else ():
-        holder, _, leaf = name.rpartition(".")
-        owner = module.get_submodule(holder) if holder else module
-        parameter = owner._parameters.get(leaf)
-        if parameter is not None and parameter.requires_grad:
-            places.append((owner, leaf, parameter))
+    places = list_summed(module, part) if torch.is_grad_enabled() else []
     before = [(owner, owner._parameters) for owner in {id(owner): owner for owner, _, _ in places}.values()]
     for owner, parameters in before:
         owner.__dict__["_parameters"] = dict(parameters)
@@ -109,6 +103,31 @@ def read_summed(module: Any, part: TokenPart) -> Iterator[None]:
     finally:
         for owner, parameters in before:
             owner.__dict__["_parameters"] = parameters
+
+
+def list_summed(module: Any, part: TokenPart) -> list[tuple[Any, str, Tensor]]:
+    """`(module, name there, parameter)` of what dealt rows read and is trained; of all that is in a wrap made later.
+
+    Raises:
+        PlanError: the module that held it is gone.
+    """
+    found: dict[tuple[int, str], tuple[Any, str, Tensor]] = {}
+    for name in part.summed:
+        holder, _, leaf = name.rpartition(".")
+        try:
+            owner = module.get_submodule(holder)
+        except AttributeError:
+            raise PlanError(
+                f"{part.name}.{name} is read by dealt tokens and not there any more, so that gradients would lack their sum over "
+                f"the ranks: change modules before parallelize, or pass sequence_parallel=False"
+            ) from None
+        holders = [owner] if leaf in owner._parameters or not holder else owner.modules()
+        for each in holders:
+            for key in [leaf] if each is owner and leaf in owner._parameters else each._parameters:
+                parameter = each._parameters[key]
+                if parameter is not None and parameter.requires_grad:
+                    found[id(each), key] = (each, key, parameter)
+    return list(found.values())
 
 
 def find_argument(argument: tuple[str, int | None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,8 +181,12 @@ def list_owners(name: str) -> list[str]:
 
 def begin_owner(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: tokens may be dealt from here on, unless hidden states are asked for."""
-    collects = collects_states(module, args, kwargs)
+    collects, outermost = collects_states(module, args, kwargs), "autotp_entry" in module.__dict__
     for stream, whole in module.__dict__["autotp_streams"]:
+        if outermost:  # Ctrl-C ends a forward without its hooks
+            stream.owners = 0
+            stream.reset()
+        stream.joined = None
         if whole:
             stream.owners += 1
         stream.suspended |= collects and stream.owners > 0

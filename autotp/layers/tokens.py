@@ -82,6 +82,7 @@ class TokenStream:
     Attributes:
         group: the ranks; mode: True, "auto" or False, as a plan says.
         layout: of the forward that runs, None where it deals nothing.
+        joined: the layout of rows that were joined in this forward: whoever reads them before (a hook), it goes on from there.
         owners: how many modules run that hold both the layers and what joins the rows again; nothing is dealt outside all of
             them. None where nobody counts.
         suspended: deal nothing: somebody collects what passes between the layers.
@@ -91,12 +92,13 @@ class TokenStream:
     def __init__(self, group: TPGroup, mode: bool | str) -> None:
         self.group, self.mode = group, mode
         self.layout: Layout | None = None
+        self.joined: Layout | None = None
         self.owners: int | None = None
         self.suspended = False
         self.local: Tensor | None = None
         self.full: Tensor | None = None
         self._inside = 0  # how many of its modules are running, one in another
-        self._known: dict[int, tuple[StorageWeakRef, Layout | None]] = {}  # storages that entered modules
+        self._known: dict[Any, tuple[StorageWeakRef, Layout | None]] = {}  # memory that entered modules
         self._most = 1024
         self._draws: Draws | None = None
         self.gathering = ""  # the module that gathers
@@ -129,6 +131,7 @@ class TokenStream:
 
         Raises:
             AutoTPError: that is not known.
+            PlanError: the chain begins a second time while its rows are dealt.
         """
         compiling = torch.compiler.is_compiling()
         again = not compiling and torch._C._current_graph_task_id() != -1
@@ -136,7 +139,11 @@ class TokenStream:
         if outer == 0 and again:
             self.layout = self._recall(part, x)
         elif part.first:
+            self._check_begins(part, x)
             self.layout = None if part.draws and compiling else self.choose(x)  # a compiler draws alike on all ranks
+            self.joined = None
+        elif self.joined is not None and self.layout is None and tuple(x.shape[:-1]) == self.joined.dealt:
+            self.layout = self.joined
         if not compiling and not again and (x.requires_grad or torch.is_grad_enabled()):
             self._note(x)
         self._inside = outer + 1
@@ -147,8 +154,17 @@ class TokenStream:
             if outer == 0 and again:
                 self.layout = before
 
+    def _check_begins(self, part: TokenPart, x: Tensor) -> None:
+        if self.layout is not None or (self.joined is not None and tuple(x.shape[:-1]) == self.joined.dealt):
+            self.reset()
+            raise PlanError(
+                f"{part.name} runs while a forward's tokens are dealt by it already: if it runs twice in one forward, pass "
+                f"sequence_parallel=False, or make the plan again with the layers as they are now; if the last forward was "
+                f"interrupted, call it again"
+            )
+
     def _recall(self, part: TokenPart, x: Tensor) -> Layout | None:
-        found = self._known.get(x.untyped_storage()._cdata)
+        found = self._known.get(_place(x))
         if found is not None and not found[0].expired():
             return found[1]
         if part.first:
@@ -160,12 +176,12 @@ class TokenStream:
         )
 
     def _note(self, x: Tensor) -> None:
-        storage = x.untyped_storage()
-        known = self._known.get(storage._cdata)
+        place = _place(x)
+        known = self._known.get(place)
         if known is None or known[0].expired():
-            self._known[storage._cdata] = StorageWeakRef(storage), self.layout
+            self._known[place] = StorageWeakRef(x.untyped_storage()), self.layout
         elif known[1] is not self.layout:
-            self._known[storage._cdata] = known[0], self.layout
+            self._known[place] = known[0], self.layout
         if len(self._known) > self._most:
             self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
             self._most = 2 * len(self._known) + 1024
@@ -181,7 +197,7 @@ class TokenStream:
 
     def reset(self) -> None:
         """Forget the forward that ran: it has ended, or died half way."""
-        self.layout = self.local = self.full = self._draws = None
+        self.layout = self.joined = self.local = self.full = self._draws = None
         self.suspended, self._inside = False, 0
 
     # -- moving rows ----------------------------------------------------------------------------------------------------
@@ -330,6 +346,11 @@ class Draws:
             now = self.generator.get_state()
             self.generator.set_state(self.other)
             self.other, self.apart = now, apart
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    """The memory of `x`; micro-batches may be views of one storage."""
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape
 
 
 def find_generator(device: torch.device) -> torch.Generator:

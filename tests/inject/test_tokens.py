@@ -91,6 +91,7 @@ def check_runs(group):
     for mine, other in zip(*collected, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
     check_interrupted(model, calls[0])
+    check_changed(copy.deepcopy(model), copy.deepcopy(reference))
     twin = copy.deepcopy(model)
     assert not {id(stream) for stream in streams_of(twin)} & {id(stream) for stream in streams_of(model)}
     check_close(gradients(twin, calls[:1]), gradients(reference, calls[:1]), "a deep copy")
@@ -139,6 +140,35 @@ def check_interrupted(model, call):
     x = torch.randn(2, 6, 64)
     embeddings = model.model.rotary_emb(x, torch.arange(6)[None])
     assert model.model.layers[0](x, position_embeddings=embeddings).shape == x.shape
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.scale = inner, torch.nn.Parameter(torch.full((64,), 0.9))
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+def check_changed(model, reference):
+    """Changed after it was dealt: norms in wraps, a hook that reads the last norm early, the first layer run twice."""
+    embeds, labels, found = torch.randn(5, 8, 64), torch.randint(3, 131, (5, 8)), []
+    for one in (model, reference):
+        one.zero_grad()
+        one.gradient_checkpointing_enable({"use_reentrant": False})
+        one.model.layers[0].input_layernorm = Scaled(one.model.layers[0].input_layernorm)
+        early = []
+        one.model.layers[0].register_forward_hook(lambda m, args, out, one=one, early=early: early.append(one.model.norm(out)))
+        x = embeds.clone().requires_grad_()
+        losses = [one(inputs_embeds=x[part], labels=labels[part]).loss for part in (slice(2), slice(2, 5))]
+        (sum(losses) + sum(out.square().mean() for out in early)).backward()
+        grads = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
+        found.append({"x": x.grad} | whole(grads, one)[0])
+    check_close(*found, "changed")
+    model.model.layers.insert(0, model.model.layers[0])
+    with pytest.raises(PlanError, match=r"model.layers.0 runs while a forward's tokens are dealt by it already"):
+        model(input_ids=labels)
 
 
 def test_checkpoints_copies_generation_and_forwards_that_die(ranks):

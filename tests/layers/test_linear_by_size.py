@@ -191,9 +191,12 @@ def check_refusals(group):
     row = Linear(*SIZES, tensor_parallel_mode="row", tensor_parallel_group=group, sequence_parallel=True, name="down")
     with pytest.raises(PlanError, match=r"down: sequence_parallel deals dim 0 of \[3, 7\] to 2 ranks"):
         row(torch.zeros(3, 7))
+    assert row(torch.zeros(0, 3, 7)).shape == (0, 3, 10)
     column = Linear(*SIZES, tensor_parallel_mode="column", tensor_parallel_group=group, sequence_parallel=True, name="up")
     with pytest.raises(PlanError, match=r"up: .* the input \[14\] has none"):
         column(torch.zeros(14))
+    with pytest.raises(PlanError, match=r"up takes \[..., 14\], got \[4, 13\]"):
+        column(torch.zeros(4, 13))
 
 
 def test_rows_that_can_not_be_dealt_are_refused(ranks):
