@@ -1,5 +1,7 @@
 """Unusual calls of `generate`, on one rank: the loop gives what transformers' own gives, or leaves the call to it."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import MaxLengthCriteria, StoppingCriteria
@@ -14,11 +16,15 @@ from tests.models import tiny
 OPTIONS = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
-def with_engine(model):
+def with_engine(model: Any) -> Any:
     """Make `model` decode by our loop, on one rank and without a plan."""
     install_generation()
     model.__dict__["autotp_group"] = TPGroup(None, torch.device("cpu"))
     return model
+
+
+def engine_of(model: Any) -> Any:
+    return find_engine(model)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +41,7 @@ class Asking(StoppingCriteria):
     """Generates with the same model in the middle of a generation."""
 
     def __init__(self, model):
-        self.model, self.calls, self.inner = model, 0, None
+        self.model, self.calls, self.inner = model, 0, torch.empty(0)
 
     def __call__(self, input_ids, scores, **kwargs):
         self.calls += 1
@@ -64,7 +70,7 @@ def test_a_generation_within_another_of_the_same_model(llamas):
     inside = [Asking(model) for model in llamas]
     ours, theirs = (m.generate(make_ids(), stopping_criteria=[i], **OPTIONS) for m, i in zip(llamas, inside, strict=True))
     assert torch.equal(ours, theirs) and torch.equal(inside[0].inner, inside[1].inner)
-    assert any("inside another generation" in text for text in find_engine(llamas[0])._said) and not find_engine(llamas[0]).busy
+    assert any("inside another generation" in text for text in engine_of(llamas[0])._said) and not engine_of(llamas[0]).busy
 
 
 def test_autocast_on_and_off(llamas):
@@ -75,9 +81,9 @@ def test_autocast_on_and_off(llamas):
 
 
 def test_alibi_of_falcon_runs_transformers_own_decoding():
-    models = [tiny("falcon", alibi=True, new_decoder_architecture=False) for _ in range(2)]
+    models: list[Any] = [tiny("falcon", alibi=True, new_decoder_architecture=False) for _ in range(2)]
     ours, theirs = (model.generate(make_ids(), **OPTIONS) for model in (with_engine(models[0]), models[1]))
-    assert torch.equal(ours, theirs) and any("alibi" in text for text in find_engine(models[0])._said)
+    assert torch.equal(ours, theirs) and any("alibi" in text for text in engine_of(models[0])._said)
 
 
 def test_warm_up_refuses_what_it_would_not_do(llamas):
