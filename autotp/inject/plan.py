@@ -13,11 +13,24 @@ from math import prod
 from typing import Any
 
 from ..errors import PlanError
+from ..kernels.fp8 import Recipe
 from ..shard import Run, Shard
 from .callsites import ShapeFix
 from .describe import describe_plan, fold_name
 
-__all__ = ["Chain", "Fusion", "InputPlan", "ModulePlan", "NormPlan", "Plan", "Region", "TokenPlan", "WholePlan", "fold_name"]
+__all__ = [
+    "Chain",
+    "Fusion",
+    "InputPlan",
+    "ModulePlan",
+    "NormPlan",
+    "Plan",
+    "ProductPlan",
+    "Region",
+    "TokenPlan",
+    "WholePlan",
+    "fold_name",
+]
 
 COLUMN_STYLES = ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep")
 ROW_STYLES = ("rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep")
@@ -217,6 +230,15 @@ class Fusion:
 
 
 @dataclass(frozen=True)
+class ProductPlan:
+    """How a linear multiplies: as a recipe says, or, where it is None, in its tensors' own dtype, and why."""
+
+    name: str
+    recipe: Recipe | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class WholePlan:
     """Parameters left whole on every rank: how many elements, and why."""
 
@@ -239,6 +261,7 @@ class Plan:
         proof: "proved", or why it could not be.
         fused: what runs as one kernel; `dataclasses.replace(plan, fused=())` runs everything as the model is written.
         sequence_parallel: False, True (tokens are dealt where there are as many as ranks) or "auto" (where they are many enough).
+        products: where FP8 was asked for, how each linear multiplies.
         chains: the layers between whose regions tokens are dealt; tokens: why not of others, if they were asked for.
     """
 
@@ -257,6 +280,7 @@ class Plan:
     sequence_parallel: bool | str = False
     chains: tuple[Chain, ...] = ()
     tokens: str = ""
+    products: tuple[ProductPlan, ...] = ()
 
     def __getitem__(self, name: str) -> ModulePlan:
         return self.by_name[name]
@@ -338,8 +362,14 @@ class Plan:
             whole = tuple(WholePlan(**entry) for entry in data["whole"])
             fused = tuple(Fusion(**{k: _tuples(v) for k, v in entry.items()}) for entry in data.pop("fused", ()))
             chains = tuple(Chain(**{k: _tuples(v) for k, v in entry.items()}) for entry in data.pop("chains", ()))
+            products = tuple(
+                ProductPlan(**{**entry, "recipe": entry["recipe"] and Recipe(**entry["recipe"])})
+                for entry in data.pop("products", ())
+            )
             rest = {k: _tuples(v) for k, v in data.items() if k not in ("modules", "regions", "whole")}
-            return cls(modules=tuple(modules), regions=regions, whole=whole, fused=fused, chains=chains, **rest)
+            return cls(
+                modules=tuple(modules), regions=regions, whole=whole, fused=fused, chains=chains, products=products, **rest
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"this is not a plan that Plan.to_json wrote: {error!r}") from error
 

@@ -74,6 +74,7 @@ LINEAR_STATE = (
     "gather_output",
     "split_input",
     "reduce_dtype",
+    "scaling",
     "columns",
     "keep_sharded",
     "tokens",

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import KernelUnsupported
-from . import fused_torch, grouped, reference, reference_decode, reference_experts
+from . import fp8_scaled, fused_torch, grouped, reference, reference_decode, reference_experts
 
 VARIABLE = "AUTOTP_BACKEND"
 WIDEST_ROW = 16384  # columns that a Triton norm holds in registers; from about twice as many the backward spills
@@ -108,6 +108,10 @@ def rather_not_triton(problem: Problem) -> list[str]:
     return ["interprets its kernels on the CPU, for tests"] if problem.device == "cpu" else []
 
 
+def _why_not_triton_fp8(problem: Problem) -> list[str]:
+    return why_not_triton(problem) + ["the input is empty"] * (problem.width == 0 and problem.rows > 0)
+
+
 def _rather_not_triton_norm(problem: Problem) -> list[str]:
     return rather_not_triton(problem) + ["a row of 1 has nothing but rounding to it"] * (problem.width == 1)
 
@@ -153,6 +157,14 @@ BACKENDS: dict[str, list[Backend]] = {
     "linear_few": [
         _triton("triton_few_rows:linear_few", _why_not_few_rows, _rather_not_linear_few),
         Backend("reference", reference.linear_few),
+    ],
+    "quantise": [
+        _triton("triton_fp8:quantise", _why_not_triton_fp8),
+        Backend("reference", "reference_fp8:quantise"),
+    ],
+    "scaled_product": [
+        Backend("torch", fp8_scaled.multiply_scaled, fp8_scaled.why_not_scaled),
+        Backend("reference", "reference_fp8:multiply"),
     ],
     "linear_transposed": [Backend("reference", reference.linear_transposed)],
     "norm_forward": [

@@ -31,6 +31,7 @@ from ..collectives import (
 from ..comm import TPGroup, resolve_group
 from ..errors import PlanError
 from ..exchange import Gather
+from ..kernels import few_rows
 from ..kernels.dealt import multiply_gathered, multiply_scattered
 from ..kernels.dispatch import Problem, select
 from ..kernels.main_grad import into_main_grad
@@ -38,7 +39,8 @@ from ..kernels.product import ProductSpec, multiply, multiply_uncompiled
 from ..shard import Cut, Shard
 from .base import TensorParallel_Layer, insert_class
 from .embedding import column_shard, gather_columns
-from .overlap import OverlapOptions, choose_moves, deal_sums, read_symmetric
+from .fp8 import Scaling
+from .overlap import OverlapOptions, choose_moves, deal_sums, read_symmetric, refuse_copies
 from .pending import pend
 from .product import make_spec, sum_owned, watches_operations
 from .siblings import SiblingInput
@@ -53,6 +55,7 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
         copied: parameter name -> Shard, for each of which several ranks hold parts.
         reduce_dtype: dtype in which partial sums are added up; None for their own.
         accumulate_into_main_grad: add the gradients of weight and bias to their `main_grad` (see kernels/main_grad.py).
+        scaling: how its products are FP8; None where they are of the tensors' own dtype.
     """
 
     op = "linear"
@@ -63,6 +66,7 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
     reduce_dtype: torch.dtype | None = None
     can_accumulate = True
     siblings: SiblingInput | None = None
+    scaling: Scaling | None = None
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -131,7 +135,12 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
         wanted = torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
-        if (leaves or (enters and wanted and x.requires_grad)) and not watches_operations():
+        scaling = None if self.scaling is None or few_rows.fits(x, weight, bias) else self.scaling
+        if scaling is not None:
+            refuse_copies([self])
+            if wanted:
+                return scaling.multiply(self._make_spec(enters, leaves), x, (weight,), (bias,))[0]
+        elif (leaves or (enters and wanted and x.requires_grad)) and not watches_operations():
             sums = deal_sums([self], self.tp, x, weight.shape[self.out_dim if leaves else self.in_dim], self.reduce_dtype)
             if sums is not None:
                 return multiply(self._make_spec(enters, leaves)._replace(sums=sums), x, (weight,), (bias,))
@@ -142,9 +151,10 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
             return multiply(self._make_spec(enters, leaves), x, (weight,), (bias,))
         if wanted:
             return self._multiply_plain(x, weight, bias, enters, leaves)
+        run = self.run if scaling is None else scaling.run
         if not leaves:
-            return self.run(x, weight, bias)
-        part = self.run(x, weight)
+            return run(x, weight, bias)
+        part = run(x, weight)
         pending = pend(part, self.tp, bias, self.reduce_dtype) if kind is None else None
         if pending is not None:
             return pending
@@ -154,13 +164,17 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
     def multiply_partial(self, x: Tensor) -> Tensor:
         """`x @ w.T`, this rank's part of a sum that the caller adds up."""
         weight = self.weight
+        if self.scaling is not None:
+            return self.scaling.multiply(self._make_spec(), x, (weight,), (None,))[0]
         wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         multiply = self._multiply_accumulating if wanted and self.accumulate_into_main_grad else self._multiply_plain
         return multiply(x, weight, None, False, False)
 
     def multiply_scattered(self, x: Tensor, tokens: TokenStream) -> Tensor:
         """`x @ w.T` summed over the ranks, plus the bias: of this rank's rows alone."""
-        if watches_operations() or x.ndim < 2:
+        if self.scaling is not None:
+            refuse_copies([self])
+        if watches_operations() or x.ndim < 2 or self.scaling is not None:
             return self.add_bias_of_rows(tokens.scatter(self.multiply_partial(x), self.reduce_dtype))
         dealt = tokens.describe(x, self.reduce_dtype)
         spec = self._make_spec()._replace(dealt=dealt._replace(moves=choose_moves([self], dealt.exchange)))
@@ -257,7 +271,7 @@ class LinearLayer(ParallelLinear, nn.Linear):
             local = None if tokens is None else tokens.find_local(input)
             if local is None or tokens is None:
                 y = self.multiply(input, enters=enters)
-            elif watches_operations():
+            elif watches_operations() or self.scaling is not None:
                 y = self.multiply(siblings.enter(input))  # type: ignore[union-attr]
             else:
                 y = self.multiply_gathered(input, local, tokens)
@@ -301,12 +315,12 @@ class LinearPartial(ParallelLinear, nn.Linear):
         for entered in self.ends:
             entered.clear()
         weight, bias = self.weight, self.bias
-        if not (self.accumulate_into_main_grad and torch.is_grad_enabled()):
+        if self.scaling is None and not (self.accumulate_into_main_grad and torch.is_grad_enabled()):
             return self.run(input, weight, None if bias is None else keep_on_first(bias, self.tp))
         y = self.multiply_partial(input)
         if bias is None:
             return y
-        if bias.requires_grad:
+        if bias.requires_grad and torch.is_grad_enabled() and self.accumulate_into_main_grad:
             bias = into_main_grad(bias, f"{self.full_name}.bias")
         return y + keep_on_first(bias, self.tp).to(y.dtype)
 

@@ -25,11 +25,13 @@ from torch import Tensor, nn
 from ..collectives import copy_to_group
 from ..comm import TPGroup
 from ..exchange import Exchange, Gather
+from ..kernels import few_rows
 from ..kernels.autocast import autocast_dtype
 from ..kernels.dealt import Dealt, multiply_gathered
 from ..kernels.moves import Moves
 from ..kernels.product import Merged, ProductSpec, multiply
-from .overlap import choose_moves, deal_sums
+from .fp8 import Scaling
+from .overlap import choose_moves, deal_sums, refuse_copies
 from .product import make_spec, watches_operations
 from .side_by_side import ALIGNMENT_BYTES, Laid, can_lie, find_place, lay_together
 from .tokens import TokenStream
@@ -47,6 +49,9 @@ class SiblingInput:
     Args:
         group: the ranks; members: how many linears there are; reduce_dtype: in which the input's gradient is summed.
         tokens: the stream whose dealt rows the input may have been gathered from: its gradient is reduce-scattered then.
+
+    Attributes:
+        scaling: how the members' products are FP8, as one; None where they are of the tensors' own dtype.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class SiblingInput:
         self._slots: list[Any] = [lambda: None] * members  # weak: a copy of one member is a member of no group
         self._spec: ProductSpec | None = None
         self._laid: Laid | None = None
+        self.scaling: Scaling | None = None
         self._strikes, self._alone = {True: 0, False: 0}, {True: False, False: False}  # by whether a gradient is wanted
         self._seen = {True: False, False: False}  # whether such a forward ran that a backward may recompute
         self._round: _Round | None = None
@@ -64,6 +70,7 @@ class SiblingInput:
     def __deepcopy__(self, memo: dict[int, Any]) -> SiblingInput:
         tokens = copy.deepcopy(self.tokens, memo)
         twin = memo[id(self)] = SiblingInput(self.group, self.members, self.reduce_dtype, tokens)
+        twin.scaling = copy.deepcopy(self.scaling, memo)
         twin._strikes, twin._alone = dict(self._strikes), dict(self._alone)
         laid = self.find_laid()
         if laid is not None:
@@ -183,7 +190,7 @@ class SiblingInput:
         dtype = autocast_dtype(x)
         if self._stays_alone(wants):
             return None
-        if wants:
+        if wants or (self.scaling is not None and not few_rows.fits(x, weights[0])):
             if laid is None and any(w.device != x.device or w.dtype != weights[0].dtype for w in weights):
                 return None
             outputs = self._run_product(spec, x, weights, biases, None if laid is None else laid.merge())
@@ -199,6 +206,11 @@ class SiblingInput:
 
     def _run_product(self, spec: ProductSpec, x: Tensor, weights: Any, biases: Any, merged: Merged | None) -> Any:
         tokens, local = self.tokens, None if self.tokens is None else self.tokens.find_local(x)
+        if self.scaling is not None:
+            refuse_copies([layer for slot in self._slots if (layer := slot()) is not None])
+            if local is not None:
+                x, spec = self._sum_gradient(x), spec._replace(sum_input=None)
+            return self.scaling.multiply(spec, x, weights, biases, None if merged is None else merged.weight)
         if tokens is None or local is None:
             if self.group.tp_size > 1 and x.requires_grad:
                 members = [layer for slot in self._slots if (layer := slot()) is not None]
@@ -228,7 +240,7 @@ class SiblingInput:
             self._drop(self._round, 2)
             self._round = None
         laid, tokens = self.find_laid(), self.tokens
-        if laid is None or tokens is None or not _is_plain(local):
+        if laid is None or tokens is None or self.scaling is not None or not _is_plain(local):
             return None
         grad, dtype, weights = torch.is_grad_enabled(), autocast_dtype(local), laid.weights
         wants = grad and (local.requires_grad or any(t is not None and t.requires_grad for t in (*weights, *laid.biases)))

@@ -1,0 +1,199 @@
+"""FP8 products of a layer, or of siblings as one: whose scales agree over the ranks, and weights quantised once a step.
+
+What is quantised of a weight is kept until the weight changes. A version counter does not say so of every change (`.data` has
+none of its own), so it is kept no longer than this:
+
+| what happens | what is kept |
+|---|---|
+| an edit that counts, other data, a step of any `torch.optim.Optimizer` | nothing |
+| a backward, where no optimizer that has stepped holds the weight itself (masters, FSDP, `w.data -= lr * w.grad`) | nothing |
+| a forward without gradient, a forward that a CUDA graph captures | is neither read nor written |
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..comm import TPGroup
+from ..errors import AutoTPError
+from ..kernels.fp8 import Recipe, quantise
+from ..kernels.fp8_product import Scaled, multiply_fp8
+from ..kernels.fp8_scaled import Operands, Share, why_not_fp8
+from ..kernels.product import ProductSpec
+
+OPERANDS = ("inputs", "weights", "gradients")
+
+
+class Steps:
+    """What optimizers have done: how many steps, and which Parameters those hold that have stepped.
+
+    Attributes:
+        count: steps of all optimizers of this process.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._held: dict[int, weakref.ref] = {}
+        self._known: weakref.WeakSet = weakref.WeakSet()
+        self._hook: Any = None
+
+    def watch(self) -> None:
+        """Begin to count."""
+        if self._hook is None:
+            self._hook = register_optimizer_step_post_hook(self._note)
+
+    def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.count += 1
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            for group in optimizer.param_groups:
+                self._held.update((id(p), weakref.ref(p)) for p in group["params"])
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether an optimizer that has stepped holds this very tensor."""
+        held = self._held.get(id(parameter))
+        return held is not None and held() is parameter
+
+
+_steps = Steps()  # the hook is one for all optimizers, so is what it counts
+
+
+class Scaling:
+    """How a layer, or siblings as one, make their products in FP8.
+
+    Args:
+        recipe: scalings and formats; name: of the layer, for messages.
+        group: the ranks, and cut: 0 where they have parts of the outputs, 1 of the inputs; None where they have all of it.
+        transposed: weights are `[K, N]`.
+    """
+
+    def __init__(
+        self, recipe: Recipe, name: str, group: TPGroup | None = None, cut: int | None = None, transposed: bool = False
+    ) -> None:
+        self.recipe, self.name, self.group, self.cut, self.transposed = recipe, name, group, cut, transposed
+        self.bad: Tensor | None = None
+        self._forget()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scaling:
+        twin = memo[id(self)] = Scaling(self.recipe, self.name, self.group, self.cut, self.transposed)
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "bad": None, "_key": (), "_kept": (None, None)}
+
+    def multiply(
+        self,
+        spec: ProductSpec,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        whole: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """`x @ w.T + b` for each weight, as autograd sees it; `whole` is all weights as one, where they lie side by side.
+
+        Raises:
+            AutoTPError: a GPU without FP8 products.
+        """
+        if torch.compiler.is_compiling():  # it would keep the first weights that it sees
+            return _multiply_uncompiled(self, spec, x, weights, biases, whole)
+        if self.bad is None or self.bad.device != x.device:
+            if why_not := why_not_fp8(x.device, self.recipe.scaling):
+                raise AutoTPError(f"{self.name}: precision='fp8': {why_not}; leave precision= out there")
+            self.bad = torch.zeros(len(OPERANDS), dtype=torch.int32, device=x.device)
+        read = partial(self._read, weights, whole, torch.is_grad_enabled())
+        scaled = Scaled(self.recipe, read, self.cut, self._share(), self.bad, partial(self._note_backward, weights))
+        return multiply_fp8(spec, scaled, x, weights, biases)
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x @ w.T + b` of one weight, of nothing but this rank's part."""
+        return self.multiply(ProductSpec(transposed=self.transposed), x, (weight,), (bias,))[0]
+
+    def _note_backward(self, weights: Sequence[Tensor]) -> None:
+        if not all(map(_steps.holds, weights)):  # who changes them now may not be seen
+            self._forget()
+
+    def _share(self) -> Share | None:
+        group = self.group
+        return None if group is None or group.tp_size == 1 or not self.recipe.agree else partial(group.all_reduce, op="max")
+
+    def _forget(self) -> None:
+        self._key: tuple[Any, ...] = ()
+        self._kept: Operands = (None, None)
+
+    def _read(self, weights: Sequence[Tensor], whole: Tensor | None, keeps: bool, turned: bool) -> Operands:
+        """The operands of all weights, `|w.T|` where `turned`."""
+        _steps.watch()
+        if not keeps or _is_captured(weights[0]):
+            return self._quantise(weights, whole, turned)
+        key = (_steps.count, *((w.data_ptr(), w._version, w.shape, w.dtype) for w in weights))
+        if key != self._key or (turned and self._kept[1] is None):
+            self._forget()
+            self._key, self._kept = key, self._quantise(weights, whole, turned)
+        return self._kept
+
+    @torch.no_grad()
+    def _quantise(self, weights: Sequence[Tensor], whole: Tensor | None, turned: bool) -> Operands:
+        if whole is None:
+            whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        whole = whole.t() if self.transposed else whole
+        bad = None if self.bad is None else self.bad[1]
+        return quantise(whole, self.recipe.weight_scaling, columns=turned, cut=self.cut, share=self._share(), bad=bad)
+
+
+def _is_captured(weight: Tensor) -> bool:
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+_multiply_uncompiled: Callable[..., Any] = torch.compiler.disable(Scaling.multiply)
+
+
+class ScaledLinear(nn.Linear):
+    """A whole linear whose products are FP8.
+
+    Attributes:
+        scaling: how.
+    """
+
+    scaling: Scaling
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.scaling.multiply(ProductSpec(), input, (self.weight,), (self.bias,))[0]
+
+
+def scalings_of(model: nn.Module) -> dict[str, list[Scaling]]:
+    """Name of each linear below `model` whose products are FP8 -> its own Scaling, and that of its siblings."""
+    found: dict[str, list[Scaling]] = {}
+    for name, module in model.named_modules():
+        own = module.__dict__.get("scaling")
+        if isinstance(own, Scaling):
+            shared = getattr(module.__dict__.get("siblings"), "scaling", None)
+            found[name] = [own] if shared is None else [own, shared]
+    return found
+
+
+def fp8_report(model: nn.Module, reset: bool = False) -> dict[str, dict[str, int]]:
+    """Where scales of FP8 operands were not finite so far, so that results were not: name -> inputs, weights, gradients -> count.
+
+    A scale is of a tensor, a row or a block, as the recipe says; siblings that are multiplied as one share their counts.
+    Reading them waits for the GPU. Empty where all was finite.
+
+    Args:
+        reset: begin to count anew.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for name, scalings in scalings_of(model).items():
+        counted = [scaling.bad for scaling in scalings if scaling.bad is not None]
+        totals = torch.stack([each.cpu() for each in counted]).sum(0).tolist() if counted else [0, 0, 0]
+        if any(totals):
+            found[name] = dict(zip(OPERANDS, totals, strict=True))
+    for scaling in {id(s): s for each in scalings_of(model).values() for s in each}.values():
+        if reset and scaling.bad is not None:
+            scaling.bad.zero_()
+    return found

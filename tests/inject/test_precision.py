@@ -1,0 +1,56 @@
+"""Which linears a plan multiplies in FP8, what it says of the others, and the way back."""
+
+import pytest
+import torch
+
+import autotp
+from autotp.comm import TPGroup
+from autotp.errors import PlanError
+from tests.models import batch, tiny
+
+RECIPE = autotp.Recipe("rowwise", least=16)
+
+
+def reasons(plan):
+    return {product.name.removeprefix("model.layers."): (product.recipe, product.why) for product in plan.products}
+
+
+def test_the_plan_says_which_and_why_not():
+    model = tiny("llama", intermediate_size=48)
+    plan = autotp.make_plan(model, 2, precision={"*": RECIPE, "layers.1.self_attn.o_proj": "bf16"})
+    found = reasons(plan)
+    assert found["0.self_attn.o_proj"] == (RECIPE, "") and found["1.self_attn.o_proj"] == (None, "as asked")
+    assert found["lm_head"][0] is None and "first and last" in found["lm_head"][1]
+    assert found["0.mlp.down_proj"][0] is None and "64 x 24" in found["0.mlp.down_proj"][1]
+    assert found["0.mlp.gate_proj"][0] is None and found["0.self_attn.q_proj"] == (RECIPE, "")
+    assert "FP8, rowwise" in str(plan) and "64 x 24" in str(plan)
+    again = autotp.Plan.from_json(plan.to_json())
+    assert again == plan and autotp.make_plan(model, 2, again) == plan
+    small = reasons(autotp.make_plan(model, 2, precision="fp8"))
+    assert "fewer than 256" in small["0.self_attn.o_proj"][1]
+    apart = autotp.make_plan(model, 2, precision={"*": RECIPE, "*.k_proj": "bf16"})
+    assert reasons(apart)["0.self_attn.q_proj"][0] is None and "k_proj" in reasons(apart)["0.self_attn.q_proj"][1]
+    assert autotp.make_plan(model, 2).products == ()
+
+
+@pytest.mark.parametrize("precision", ["fp4", {"*": 8}, {"*.no_such": "fp8"}, {"*.norm": "fp8"}])
+def test_what_is_no_precision_is_refused(precision):
+    model = tiny("llama")
+    with pytest.raises(PlanError, match="precision="):
+        autotp.make_plan(model, 2, precision=precision)
+    with pytest.raises(PlanError, match="scaling"):
+        autotp.Recipe("columnwise")
+
+
+def test_one_rank_multiplies_in_fp8_and_is_plain_again():
+    model = tiny("llama")
+    inputs, before = batch(model), {name: p.clone() for name, p in model.state_dict().items()}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        autotp.parallelize(model, TPGroup(None, torch.device("cpu")), precision=RECIPE)
+        found = model(**inputs).logits
+        difference = (found - expected).norm() / expected.norm()
+        assert 1e-4 < difference < 0.2
+        assert {name: tuple(p.shape) for name, p in model.state_dict().items()} == {n: tuple(p.shape) for n, p in before.items()}
+        autotp.unshard(model)
+        assert torch.equal(model(**inputs).logits, expected)
