@@ -1,4 +1,4 @@
-"""Which linears multiply in FP8: chosen when a plan is made, noted in it with the reason for each that does not, then carried out."""
+"""Which linears multiply in FP8: chosen when a plan is made, noted in it with the reasons of those that do not, carried out."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def install_products(model: nn.Module, plan: Plan, group: TPGroup) -> None:
             continue
         cut = _find_cut(module, entry)
         module.scaling = Scaling(product.recipe, product.name, group, cut, module.out_dim == 1)
-        siblings = module.siblings
+        siblings: Any = module.siblings
         if siblings is not None and siblings.members > 1 and siblings.scaling is None and module.place >= 0:
             siblings.scaling = Scaling(product.recipe, product.name, group, cut)
 

@@ -7,9 +7,9 @@ R rows, C columns; the product sums over the columns of both operands, so a tens
 | "tensorwise" | the tensor | `[]` |
 | "rowwise" | a row | `[R, 1]` |
 | "blockwise" | 128 columns of a row | `[R, C/128]`, its columns contiguous |
-| "squares" (weights of "blockwise") | 128 x 128 | `[C/128 to a multiple of 4, R/128]`, its columns contiguous |
+| "squares", weights of "blockwise" | 128 x 128 | `[C/128 up to a multiple of 4, R/128]`, its columns contiguous |
 
-`value = round(clamp(x * (limit / amax)))`, `scale = amax / limit`, amax at least 2**-110, in float32. What is not finite makes its
+`value = round(clamp(x * (limit / amax)))`, `scale = amax / limit`, amax at least 2**-110, in float32. What is not finite makes the
 scale so, and so everything that is computed with it: as without FP8, nothing is hidden; see `quantise`'s `bad`.
 """
 
@@ -35,7 +35,8 @@ class Recipe:
         scaling: "tensorwise", "rowwise" or "blockwise", from the tensor at hand, see the module's table.
         gradient: "e5m2" or "e4m3", the format of output gradients; "" is E5M2 for tensorwise, else E4M3.
         agree: scales are those of the whole tensor where a rank has a part of it, so that T ranks round as one does: a small
-            all-reduce each. Without it each rank scales its part. Blocks are the whole tensor's where parts are cut at multiples of 128.
+            all-reduce each. Without it each rank scales its part. Blocks are those of the whole where parts begin at multiples
+            of 128.
         fast_gradients: gradients' products, too, sum as the forward's do: faster, with fewer bits, on Hopper.
         least: inputs or outputs (of a group that reads one input: of all of it) on a rank, below which a linear stays as it is.
     """
@@ -87,7 +88,7 @@ def quantise(
     share: Share | None = None,
     bad: Tensor | None = None,
 ) -> Operands:
-    """`x` `[R, C]` summed over its columns, `[R, C]`, and summed over its rows, turned, `[C, R]`, R padded with zeros to a multiple.
+    """`x` `[R, C]` to be summed over its columns, and over its rows: turned, `[C, R]`, R padded with zeros to a multiple.
 
     Args:
         x: float32, bfloat16 or float16, any strides.
@@ -101,7 +102,7 @@ def quantise(
 
 
 def multiply(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """`a @ b.T`: a `[M, C]`, b `[N, C]`, result `[M, N]` of `dtype`; summed in float32, or with fewer bits where `fast` is faster."""
+    """`a @ b.T` `[M, N]` of `dtype`: a `[M, C]`, b `[N, C]`; summed in float32, where `fast` in fewer bits on some GPUs."""
     m, n = a.values.shape[0], b.values.shape[0]
     if 0 in (m, n, a.values.shape[1]):
         return torch.zeros(m, n, dtype=dtype, device=a.values.device)

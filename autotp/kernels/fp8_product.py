@@ -6,7 +6,7 @@ M rows, K in, N out (`N1 + N2 + ...` over the weights); `|a|` is an operand of 8
 |---|---|---|
 | forward | `y = x @ w.T`, then `sum_output`, then `+ b` | `|x| [M, K]`, `|w| [N, K]` |
 | dgrad | `dx = dy @ w`, then `sum_input` | `|dy| [M, N]`, `|w.T| [K, N]` |
-| wgrad | `dw = dy.T @ x`, `db = dy.sum(0)`, each followed by its `sum_copies`; into `main_grad` where that is asked for | `|dy.T| [N, M]`, `|x.T| [K, M]` |
+| wgrad | `dw = dy.T @ x`, `db = dy.sum(0)`, then `sum_copies`; into `main_grad` | `|dy.T| [N, M]`, `|x.T| [K, M]` |
 
 A tensor is read once for both of its operands. What is kept for backward is `|x.T|` and `|w.T|`, of a byte each.
 """

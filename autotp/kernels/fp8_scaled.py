@@ -18,7 +18,7 @@ LEAST_AMAX = 2.0**-110  # below which x * (limit / amax) would leave float32
 MULTIPLE = 16  # of both sizes of a product's second operand, and of what is summed over
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-Share = Callable[[Tensor], Tensor]  # the largest over the ranks of each entry
+Share = Callable[[Tensor], Tensor]  # the largest over the ranks of each entry: int32, the bits of sizes, which compare alike
 
 
 class Quantised(NamedTuple):

@@ -24,7 +24,7 @@ def quantise(
     if scaling == "tensorwise":
         amax = wide.abs().amax() if wide.numel() else wide.new_zeros(())
         if cut is not None and share is not None:
-            amax = share(amax)
+            amax = _share(amax, share)
         values, scale = _scale(wide, amax, dtype, bad)
         found = Quantised(values, scale, scaling) if rows else None
         return found, Quantised(_pad(values.t(), scaling), scale, scaling) if columns else None
@@ -40,8 +40,12 @@ def quantise(
 
 def _by_row(x: Tensor, dtype: torch.dtype, share: Share | None, bad: Tensor | None) -> Quantised:
     amax = x.abs().amax(1, keepdim=True) if x.numel() else x.new_zeros(x.shape[0], 1)
-    values, scale = _scale(x, amax if share is None else share(amax), dtype, bad)
+    values, scale = _scale(x, amax if share is None else _share(amax, share), dtype, bad)
     return Quantised(values, scale, "rowwise")
+
+
+def _share(amax: Tensor, share: Share) -> Tensor:
+    return share(amax.view(torch.int32)).view(torch.float32)
 
 
 def _by_block(x: Tensor, dtype: torch.dtype, share: Share | None, bad: Tensor | None) -> Quantised:
@@ -80,7 +84,8 @@ def _scale(x: Tensor, amax: Tensor, dtype: torch.dtype, bad: Tensor | None) -> t
     if bad is not None:
         bad.add_((~amax.isfinite()).sum())
     amax = amax.clamp(min=LEAST_AMAX)  # keeps what is no number
-    return (x * (limit / amax)).clamp(-limit, limit).to(dtype), amax / limit
+    factor = torch.full_like(amax, limit) / amax  # `limit / amax` would be a reciprocal, rounded twice
+    return (x * factor).clamp(-limit, limit).to(dtype), amax / limit
 
 
 def dequantise(operand: Quantised) -> Tensor:

@@ -9,6 +9,8 @@ from autotp.kernels.fp8_scaled import LIMITS
 from autotp.kernels.product import ProductSpec
 from autotp.kernels.reference_fp8 import dequantise
 
+from .tensors import DEVICE
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALINGS = ("tensorwise", "rowwise", "blockwise", "squares")
 STEP = {E4M3: 2**-4, E5M2: 2**-3}  # half a unit in the last place, of the value
@@ -59,6 +61,31 @@ def test_scales_of_zeros_tiny_and_huge_values(scaling):
             torch.testing.assert_close(found, x, rtol=0.0625, atol=0)
         else:
             assert found.abs().max() <= 1e-38
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("shape", [(48, 272), (33, 17)])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_the_kernels_round_as_the_reference_does(use, scaling, shape, rows, columns):
+    for dtype, layout in ((E4M3, "turned"), (E5M2, "columns")):
+        x, found = strided(draw(*shape), layout).to(torch.bfloat16).to(DEVICE), []
+        x[-1, -1] = 1e-40
+        for value, backend in ((None, "reference"), (None, "triton"), (float("inf"), "reference"), (float("inf"), "triton")):
+            bad = torch.zeros((), dtype=torch.int32, device=DEVICE)
+            if value is not None:
+                x[3, 5] = value
+            use(f"quantise={backend}")
+            found.append((*quantise(x, scaling, dtype, rows=rows, columns=columns, cut=0, share=lambda bits: bits, bad=bad), bad))
+        for expected, got in zip(found[0][:2], found[1][:2], strict=True):
+            assert (expected is None) == (got is None)
+            if expected is not None:
+                assert (
+                    torch.equal(expected.scale, got.scale) and expected.scale.t().is_contiguous() == got.scale.t().is_contiguous()
+                )
+                assert torch.equal(expected.values.float(), got.values.float())
+        for expected, got in zip(found[2][:2], found[3][:2], strict=True):
+            assert expected is None or torch.equal(expected.scale.isfinite(), got.scale.isfinite())
+        assert not found[1][2] and found[3][2] == found[2][2] > 0
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
