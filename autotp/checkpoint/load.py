@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -40,6 +40,7 @@ def fill_from_source(
     group: TPGroup,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    then: Callable[[str], None] | None = None,
 ) -> None:
     """Give every parameter on meta this rank's part of `source`, and every persistent buffer its value.
 
@@ -54,6 +55,7 @@ def fill_from_source(
         group: the ranks; what fails on one of them raises on all.
         dtype: of floating-point parameters; None keeps each one's own. What transformers keeps in float32 stays there.
         device: where the parts go; the group's device by default.
+        then: is told the names of each tensor when it is in place.
 
     Raises:
         CheckpointError: the checkpoint does not fit the model (nothing was changed), or ranks see different ones.
@@ -72,7 +74,7 @@ def fill_from_source(
         raise CheckpointError(f"TP rank(s) {others} see another checkpoint than rank 0 does: give all ranks the same directory")
     reading = shared.reading() if isinstance(shared, ScatteredSource) else nullcontext()
     with group.together("reading the checkpoint"), torch.no_grad(), reading:
-        _fill(model, plan.shards, shared, keys, ties, group, dtype, device)
+        _fill(model, plan.shards, shared, keys, ties, group, dtype, device, then or (lambda name: None))
 
 
 def _fill(
@@ -84,6 +86,7 @@ def _fill(
     group: TPGroup,
     dtype: torch.dtype | None,
     device: torch.device,
+    then: Callable[[str], None],
 ) -> None:
     """Read tensor by tensor, in the same order on all ranks; each rank checks the bytes of some while they are at hand."""
     keep = _dtype_exceptions(model, dtype)
@@ -100,6 +103,8 @@ def _fill(
         shard = next((shards[n] for n in names if n in shards), None)
         local = _read_tied(source, found, shard, group.tp_rank, wanted, device)
         _place(model, names, state[name], local)
+        for each in names:
+            then(each)
     place_buffers(model, shards, group.tp_rank, device, done)
 
 

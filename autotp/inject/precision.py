@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..comm import TPGroup
 from ..errors import PlanError
 from ..kernels.fp8 import Recipe
 from ..kernels.fp8_scaled import why_not_fp8
-from ..layers.fp8 import ScaledLinear, Scaling
+from ..layers.fp8 import ScaledLinear, Scaling, store_weight
 from ..layers.linear import ParallelLinear
 from . import plan as styles
 from .plan import ModulePlan, Plan, ProductPlan
@@ -26,6 +26,7 @@ RECIPES: dict[str, Recipe | None] = {
     "fp8-tensorwise": Recipe(),
     "fp8-rowwise": Recipe("rowwise"),
     "fp8-blockwise": Recipe("blockwise"),
+    "fp8-weights": Recipe("rowwise", weights_only=True),
     OWN: None,
 }
 EDGE = "first and last layers, outside the repeated ones, stay as they are"
@@ -109,6 +110,8 @@ def _choose(model: nn.Module, plan: Plan, name: str, module: Any, recipe: Recipe
         why = f"its style is {entry.style}"
     elif split and type(module) not in (nn.Linear, Conv1D) and "forward" in type(module).__dict__:
         why = f"{type(module).__name__} has a forward of its own"
+    elif recipe.weights_only and isinstance(module, Conv1D):
+        why = "a Conv1D, whose weight lies turned"
     else:
         return ProductPlan(name, recipe, "")
     return ProductPlan(name, None, why)
@@ -177,6 +180,18 @@ def check_device(plan: Plan, group: TPGroup) -> None:
             raise PlanError(f"precision= asks for FP8 products, but {reason}; or leave precision= out")
 
 
+def store_weights(model: nn.Module, plan: Plan) -> Callable[[str], None]:
+    """What is to be told the name of each Parameter that has been read: those that are kept in FP8 alone are quantised at once."""
+    kept = {f"{p.name}.weight": p.name for p in plan.products if p.recipe is not None and p.recipe.weights_only}
+
+    def store(name: str) -> None:
+        if name in kept:
+            module: Any = model.get_submodule(kept[name])
+            store_weight(module, module.weight)
+
+    return store
+
+
 def install_products(model: nn.Module, plan: Plan, group: TPGroup) -> None:
     """Give every linear of which the plan says so its FP8 products; the modules are rewritten already."""
     for product in plan.products:
@@ -184,6 +199,8 @@ def install_products(model: nn.Module, plan: Plan, group: TPGroup) -> None:
             continue
         module: Any = model.get_submodule(product.name)
         entry = plan.by_name.get(product.name)
+        if product.recipe.weights_only and module.weight.element_size() > 1:  # not stored as it was read
+            store_weight(module, module.weight)
         if not isinstance(module, ParallelLinear):
             module.__class__ = ScaledLinear
             module.scaling = Scaling(product.recipe, product.name)

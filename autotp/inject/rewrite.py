@@ -33,7 +33,7 @@ from .forwards import Forward, remove_forward
 from .hints import spell
 from .load import build_empty, find_checkpoint, find_dtype, read_kept_plan
 from .plan import Plan
-from .precision import check_device, check_precision, choose_products, install_products, remove_products
+from .precision import check_device, check_precision, choose_products, install_products, remove_products, store_weights
 from .rules import check_mode, hints_of, make_plan, reuse_plan
 from .swap import make_plain, rewrite_modules
 
@@ -143,7 +143,7 @@ def from_pretrained(
             asked = plan != "auto" or head != "auto" or inputs is not None or attrs is not None or sequence_parallel
             kept = None if asked else read_kept_plan(model, source, group.tp_size)
         made, forwards = plan_together(model, group, plan, head, inputs, attrs, sequence_parallel, precision, kept)
-        fill_from_source(model, made, source, group)
+        fill_from_source(model, made, source, group, then=store_weights(model, made))
     finish_rewrite(model, made, group, logits, forwards)
     return model.eval()
 

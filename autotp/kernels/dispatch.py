@@ -125,7 +125,8 @@ def _why_not_few_rows(problem: Problem) -> list[str]:
 
 def _rather_not_linear_few(problem: Problem) -> list[str]:
     # Measured on an H200: up to 2 rows ours reads faster at every shape, beyond that with a gate or very many outputs.
-    slower = problem.rows > 2 and not problem.kind and problem.outputs < 32768
+    plain = problem.weight_dtype in (None, problem.dtype)  # PyTorch reads no weights of 8 bits for an input of 16
+    slower = problem.rows > 2 and plain and not problem.kind and problem.outputs < 32768
     return rather_not_triton(problem) + [f"cuBLAS reads the weights of {problem.rows} rows faster"] * slower
 
 

@@ -38,6 +38,8 @@ class Recipe:
             all-reduce each. Without it each rank scales its part. Blocks are those of the whole where parts begin at multiples
             of 128.
         fast_gradients: gradients' products, too, sum as the forward's do: faster, with fewer bits, on Hopper.
+        weights_only: weights are kept in FP8 alone, one scale a row, for inference: a few rows are multiplied as they are, and more
+            are rounded, row by row.
         least: inputs or outputs (of a group that reads one input: of all of it) on a rank, below which a linear stays as it is.
     """
 
@@ -46,6 +48,7 @@ class Recipe:
     agree: bool = True
     fast_gradients: bool = False
     least: int = 256
+    weights_only: bool = False
 
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:
@@ -57,6 +60,8 @@ class Recipe:
 
     def describe(self) -> str:
         """In short: `FP8, tensorwise, gradients e5m2`."""
+        if self.weights_only:
+            return "FP8, weights kept in it, rowwise"
         gradient = next(name for name, dtype in FORMATS.items() if dtype is self.gradient_dtype)
         more = [", each rank's own scales"] * (not self.agree) + [", fast gradients"] * self.fast_gradients
         return f"FP8, {self.scaling}, gradients {gradient}{''.join(more)}"

@@ -34,8 +34,12 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _finish(gate, up, bias, n, inside, N, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The sums of one row of x, with bias and gate."""
+def _finish(gate, up, bias, scale, n, inside, N, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The sums of one row of x, with scale, bias and gate."""
+    if scale is not None:
+        gate *= tl.load(scale + n, mask=inside, other=0.0)
+        if ACTIVATION != "":
+            up *= tl.load(scale + N + n, mask=inside, other=0.0)
     if bias is not None:
         gate += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
     if ACTIVATION != "":
@@ -54,7 +58,7 @@ def _load_tile(rows, start, cols, inside, K: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _dot_rows(
-    x, w, bias, y, N, x_step, w_step,
+    x, w, bias, scale, y, N, x_step, w_step,
     K: tl.constexpr, M: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -101,18 +105,18 @@ def _dot_rows(
                 if ACTIVATION != "":
                     u3 += up * row
     dtype: tl.constexpr = y.dtype.element_ty
-    tl.store(y + n, _finish(tl.sum(g0, 1), tl.sum(u0, 1), bias, n, inside, N, dtype, ACTIVATION), mask=inside)
+    tl.store(y + n, _finish(tl.sum(g0, 1), tl.sum(u0, 1), bias, scale, n, inside, N, dtype, ACTIVATION), mask=inside)
     if M > 1:
-        tl.store(y + N + n, _finish(tl.sum(g1, 1), tl.sum(u1, 1), bias, n, inside, N, dtype, ACTIVATION), mask=inside)
+        tl.store(y + N + n, _finish(tl.sum(g1, 1), tl.sum(u1, 1), bias, scale, n, inside, N, dtype, ACTIVATION), mask=inside)
     if M > 2:
-        tl.store(y + 2 * N + n, _finish(tl.sum(g2, 1), tl.sum(u2, 1), bias, n, inside, N, dtype, ACTIVATION), mask=inside)
+        tl.store(y + 2 * N + n, _finish(tl.sum(g2, 1), tl.sum(u2, 1), bias, scale, n, inside, N, dtype, ACTIVATION), mask=inside)
     if M > 3:
-        tl.store(y + 3 * N + n, _finish(tl.sum(g3, 1), tl.sum(u3, 1), bias, n, inside, N, dtype, ACTIVATION), mask=inside)
+        tl.store(y + 3 * N + n, _finish(tl.sum(g3, 1), tl.sum(u3, 1), bias, scale, n, inside, N, dtype, ACTIVATION), mask=inside)
 
 
 @triton.jit
 def _block_rows(
-    x, w, bias, y, N, M, x_step, w_step,
+    x, w, bias, scale, y, N, M, x_step, w_step,
     K: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     start_next(EARLY)
@@ -133,10 +137,14 @@ def _block_rows(
             mask, row_mask = mask & present, row_mask & present
         rows = tl.load(source + start, mask=row_mask, other=0.0)
         wg = tl.load(first + start, mask=mask, other=0.0, eviction_policy="evict_first")
-        gate = tl.dot(rows, wg.trans(), gate, input_precision="ieee")
+        gate = tl.dot(rows, wg.to(rows.dtype).trans(), gate, input_precision="ieee")
         if ACTIVATION != "":
             wu = tl.load(second + start, mask=mask, other=0.0, eviction_policy="evict_first")
-            up = tl.dot(rows, wu.trans(), up, input_precision="ieee")
+            up = tl.dot(rows, wu.to(rows.dtype).trans(), up, input_precision="ieee")
+    if scale is not None:
+        gate *= tl.load(scale + n, mask=inside, other=0.0)[None, :]
+        if ACTIVATION != "":
+            up *= tl.load(scale + N + n, mask=inside, other=0.0)[None, :]
     if bias is not None:
         gate += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION != "":
@@ -166,7 +174,14 @@ def choose_tile(m: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> Tile
 
 
 @on_own_device
-def linear_few(x: Tensor, w: Tensor, bias: Tensor | None = None, activation: str = "", tile: Tile | None = None) -> Tensor:
+def linear_few(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "",
+    scale: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
     """reference.linear_few in one kernel; x's rows lie in steps, w is `[N, K]` with columns side by side."""
     *lead, k = x.shape
     rows = x.reshape(-1, k)
@@ -176,12 +191,12 @@ def linear_few(x: Tensor, w: Tensor, bias: Tensor | None = None, activation: str
     grid, whole = (triton.cdiv(n, tile.rows),), k % tile.block == 0
     if is_elementwise(m, x.dtype):
         _dot_rows[grid](
-            rows, w, bias, y, n, rows.stride(0), w.stride(0), K=k, M=m, ACTIVATION=activation,
+            rows, w, bias, scale, y, n, rows.stride(0), w.stride(0), K=k, M=m, ACTIVATION=activation,
             ROWS=tile.rows, BLOCK=tile.block, UNROLL=tile.depth, WHOLE=whole, num_warps=tile.warps, **early(x),
         )  # fmt: skip
     else:
         _block_rows[grid](
-            rows, w, bias, y, n, m, rows.stride(0), w.stride(0), K=k, ACTIVATION=activation,
+            rows, w, bias, scale, y, n, m, rows.stride(0), w.stride(0), K=k, ACTIVATION=activation,
             ROWS=tile.rows, BLOCK=tile.block, WHOLE=whole, num_warps=tile.warps, num_stages=tile.depth, **early(x),
         )  # fmt: skip
     return y

@@ -18,14 +18,17 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..comm import TPGroup
 from ..errors import AutoTPError
-from ..kernels.fp8 import Recipe, quantise
+from ..kernels import few_rows
+from ..kernels.autocast import autocast_dtype
+from ..kernels.fp8 import Recipe, multiply, quantise
 from ..kernels.fp8_product import Scaled, multiply_fp8
-from ..kernels.fp8_scaled import Operands, Share, why_not_fp8
+from ..kernels.fp8_scaled import Operands, Quantised, Share, why_not_fp8
 from ..kernels.product import ProductSpec
 
 OPERANDS = ("inputs", "weights", "gradients")
@@ -115,6 +118,18 @@ class Scaling:
         """`x @ w.T + b` of one weight, of nothing but this rank's part."""
         return self.multiply(ProductSpec(transposed=self.transposed), x, (weight,), (bias,))[0]
 
+    def multiply_stored(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x @ (weight * scale).T + b`, weight `[N, K]` in E4M3, scale `[N, 1]`: x is rounded where it has more than a few rows."""
+        if few_rows.fits(x, weight, bias, scaled=True):
+            return few_rows.linear_scaled(x, weight, scale, bias)
+        dtype = autocast_dtype(x) or x.dtype
+        if torch.is_grad_enabled() and x.requires_grad:
+            return F.linear(x, (weight.float() * scale).to(dtype), bias)
+        rows, _ = quantise(x.reshape(-1, x.shape[-1]), "rowwise", columns=False)
+        assert rows is not None
+        y = multiply(rows, Quantised(weight, scale, "rowwise"), dtype, fast=True).view(*x.shape[:-1], -1)
+        return y if bias is None else y.add_(bias.to(dtype))
+
     def _note_backward(self, weights: Sequence[Tensor]) -> None:
         if not all(map(_steps.holds, weights)):  # who changes them now may not be seen
             self._forget()
@@ -154,6 +169,19 @@ def _is_captured(weight: Tensor) -> bool:
 _multiply_uncompiled: Callable[..., Any] = torch.compiler.disable(Scaling.multiply)
 
 
+@torch.no_grad()
+def store_weight(layer: Any, weight: Tensor) -> None:
+    """Keep `layer`'s weight `[N, K]` in E4M3 only, with a scale for each row as its buffer `weight_scale`: it can't be trained."""
+    stored, _ = quantise(weight, "rowwise", columns=False)
+    assert stored is not None
+    layer._parameters["weight"] = nn.Parameter(stored.values, requires_grad=False)
+    layer.register_buffer("weight_scale", stored.scale)
+    layer.__dict__["only_runs"] = (
+        "precision='fp8-weights' keeps weights in FP8 only, and what they were is gone: load the model without it to train, save, "
+        "gather or unshard it"
+    )
+
+
 class ScaledLinear(nn.Linear):
     """A whole linear whose products are FP8.
 
@@ -164,6 +192,9 @@ class ScaledLinear(nn.Linear):
     scaling: Scaling
 
     def forward(self, input: Tensor) -> Tensor:
+        scale = self._buffers.get("weight_scale")
+        if scale is not None:
+            return self.scaling.multiply_stored(input, self.weight, scale, self.bias)
         return self.scaling.multiply(ProductSpec(), input, (self.weight,), (self.bias,))[0]
 
 

@@ -136,8 +136,11 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
         scaling = None if self.scaling is None or few_rows.fits(x, weight, bias) else self.scaling
+        stored = self._buffers.get("weight_scale")
         if scaling is not None:
             refuse_copies([self])
+            if stored is not None:
+                return self._multiply_stored(scaling, x, stored, enters and wanted, leaves)
             if wanted:
                 return scaling.multiply(self._make_spec(enters, leaves), x, (weight,), (bias,))[0]
         elif (leaves or (enters and wanted and x.requires_grad)) and not watches_operations():
@@ -161,10 +164,27 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
         y = sum_owned(part, self.tp, self.reduce_dtype, None if watches_operations() else kind)
         return y if bias is None else y.add_(bias.to(y.dtype))
 
+    def _multiply_stored(self, scaling: Scaling, x: Tensor, scale: Tensor, enters: bool, leaves: bool) -> Tensor:
+        """`multiply` of a weight kept in 8 bits."""
+        if enters and x.requires_grad:
+            x = copy_to_group(x, self.tp, self.reduce_dtype)
+        if not leaves:
+            return scaling.multiply_stored(x, self.weight, scale, self.bias)
+        part, bias = scaling.multiply_stored(x, self.weight, scale), self.bias
+        if not part.requires_grad:
+            pending = pend(part, self.tp, bias, self.reduce_dtype) if read_symmetric(self) is None else None
+            if pending is not None:
+                return pending
+        y = reduce_owned_from_group(part, self.tp, self.reduce_dtype)
+        return y if bias is None else y + bias.to(y.dtype)
+
     def multiply_partial(self, x: Tensor) -> Tensor:
         """`x @ w.T`, this rank's part of a sum that the caller adds up."""
         weight = self.weight
         if self.scaling is not None:
+            stored = self._buffers.get("weight_scale")
+            if stored is not None:
+                return self.scaling.multiply_stored(x, weight, stored)
             return self.scaling.multiply(self._make_spec(), x, (weight,), (None,))[0]
         wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         multiply = self._multiply_accumulating if wanted and self.accumulate_into_main_grad else self._multiply_plain

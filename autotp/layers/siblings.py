@@ -62,6 +62,7 @@ class SiblingInput:
         self._spec: ProductSpec | None = None
         self._laid: Laid | None = None
         self.scaling: Scaling | None = None
+        self._stored: tuple[Any, Tensor] | None = None
         self._strikes, self._alone = {True: 0, False: 0}, {True: False, False: False}  # by whether a gradient is wanted
         self._seen = {True: False, False: False}  # whether such a forward ran that a backward may recompute
         self._round: _Round | None = None
@@ -190,7 +191,13 @@ class SiblingInput:
         dtype = autocast_dtype(x)
         if self._stays_alone(wants):
             return None
-        if wants or (self.scaling is not None and not few_rows.fits(x, weights[0])):
+        if self.scaling is not None and (scale := self.stored_scale()) is not None:
+            if laid is None or wants:  # one by one: each is differentiated by itself
+                return None
+            merged = laid.merge()
+            y = self.scaling.multiply_stored(x, merged.weight, scale, merged.bias)
+            outputs = torch.unsafe_split_with_sizes(y, laid.sizes, -1)
+        elif wants or (self.scaling is not None and not few_rows.fits(x, weights[0])):
             if laid is None and any(w.device != x.device or w.dtype != weights[0].dtype for w in weights):
                 return None
             outputs = self._run_product(spec, x, weights, biases, None if laid is None else laid.merge())
@@ -203,6 +210,16 @@ class SiblingInput:
             outputs = torch.unsafe_split_with_sizes(layer.run(x, merged.weight, merged.bias), laid.sizes, -1)
         self._round = held = _Round(x, grad, dtype, wants, weights, outputs)
         return held.give(layer.place)
+
+    def stored_scale(self) -> Tensor | None:
+        """`[N1 + N2 + ..., 1]`, the scales of weights that are kept in 8 bits; None where they are not."""
+        scales = [None if (layer := slot()) is None else layer._buffers.get("weight_scale") for slot in self._slots]
+        if any(scale is None for scale in scales):
+            return None
+        key = tuple(scale.data_ptr() for scale in scales)  # type: ignore[union-attr]
+        if self._stored is None or self._stored[0] != key:
+            self._stored = key, torch.cat(scales)  # type: ignore[arg-type]
+        return self._stored[1]
 
     def _run_product(self, spec: ProductSpec, x: Tensor, weights: Any, biases: Any, merged: Merged | None) -> Any:
         tokens, local = self.tokens, None if self.tokens is None else self.tokens.find_local(x)

@@ -54,3 +54,39 @@ def test_one_rank_multiplies_in_fp8_and_is_plain_again():
         assert {name: tuple(p.shape) for name, p in model.state_dict().items()} == {n: tuple(p.shape) for n, p in before.items()}
         autotp.unshard(model)
         assert torch.equal(model(**inputs).logits, expected)
+
+
+def stored_run(group, path, expected):
+    """Logits of few and of many rows, and generated tokens, of weights that are kept in FP8."""
+    recipe = autotp.Recipe("rowwise", least=16, weights_only=True)
+    model = autotp.from_pretrained(path, group, precision=recipe)
+    layer = model.model.layers[0].mlp.up_proj
+    assert layer.weight.dtype is torch.float8_e4m3fn and layer.weight_scale.shape == (layer.weight.shape[0], 1)
+    whole = autotp.make_plan(tiny("llama"), 2)
+    for name in ("gate_proj", "down_proj"):
+        weight = model.get_submodule(f"model.layers.1.mlp.{name}")
+        full = whole.shards[f"model.layers.1.mlp.{name}.weight"].split(expected[name], model.autotp_group.tp_rank)
+        assert ((weight.weight.float() * weight.weight_scale - full).abs() <= full.abs() / 15 + 1e-3).all()
+    for use in (autotp.unshard, autotp.full_state_dict, lambda model: autotp.save_pretrained(model, path)):
+        with pytest.raises(autotp.AutoTPError, match="fp8-weights"):
+            use(model)
+    few, many = torch.arange(1, 9).view(1, 8), torch.arange(1, 41).view(2, 20)
+    with torch.no_grad():
+        found = [model(input_ids=ids, logits_to_keep=1).logits for ids in (few, many)]
+    embedded = model.model.embed_tokens(few).detach().requires_grad_()
+    model(inputs_embeds=embedded).logits.sum().backward()  # adapters train on such weights
+    return *found, model.generate(few, max_new_tokens=6, do_sample=False), embedded.grad
+
+
+def test_weights_kept_in_fp8_alone(ranks, tmp_path):
+    plain = tiny("llama").eval()
+    plain.save_pretrained(tmp_path)
+    mlp = plain.model.layers[1].mlp
+    expected = {"gate_proj": mlp.gate_proj.weight.detach(), "down_proj": mlp.down_proj.weight.detach()}
+    found = ranks.run(stored_run, str(tmp_path), expected)
+    with torch.no_grad():
+        for ids, logits in zip((torch.arange(1, 9).view(1, 8), torch.arange(1, 41).view(2, 20)), found[0][:2], strict=True):
+            own = plain(input_ids=ids, logits_to_keep=1).logits
+            assert (logits - own).norm() < 0.2 * own.norm()
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
+    assert found[0][2].shape == (1, 14) and found[0][3].any()
