@@ -160,8 +160,11 @@ def is_elementwise(m: int, dtype: torch.dtype) -> bool:
     return m <= (MOST_ELEMENTWISE if dtype is torch.float32 else MOST_DOT_ROWS)
 
 
-def choose_tile(m: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> Tile:
-    """The tile for `m` rows of x, `n` outputs of `k` terms; the best of scripts/bench_decode.py on an H200."""
+def choose_tile(m: int, n: int, k: int, gated: bool, dtype: torch.dtype, small: bool = False) -> Tile:
+    """The tile for `m` rows of x, `n` outputs of `k` terms; the best of scripts/bench_decode.py on an H200.
+
+    Weights of 8 bits (`small`) take twice the rows, as many bytes; that is not measured yet.
+    """
     if not is_elementwise(m, dtype):
         if k < 256:
             return Tile(16, 64, 4, 4)
@@ -169,7 +172,7 @@ def choose_tile(m: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> Tile
     block = next((block for block in (2048, 1024, 512) if k % block == 0), 1024)
     while block > 64 and block >= 2 * k:
         block //= 2
-    rows = 2 if m == 2 and not gated and block == 2048 else 1
+    rows = 2 if (m == 2 and not gated and block == 2048) or (small and block >= 512) else 1
     return Tile(rows, block, 8 if m == 1 and n >= 8192 and block == 2048 else 4, 2)
 
 
@@ -187,7 +190,7 @@ def linear_few(
     rows = x.reshape(-1, k)
     m, n = rows.shape[0], w.shape[0] // (2 if activation else 1)
     y = torch.empty((*lead, n), dtype=x.dtype, device=x.device)
-    tile = tile or choose_tile(m, n, k, bool(activation), x.dtype)
+    tile = tile or choose_tile(m, n, k, bool(activation), x.dtype, scale is not None)
     grid, whole = (triton.cdiv(n, tile.rows),), k % tile.block == 0
     if is_elementwise(m, x.dtype):
         _dot_rows[grid](
