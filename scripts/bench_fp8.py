@@ -1,7 +1,7 @@
 """FP8 beside bf16, in one run on one machine: every operation against its floor, a training step, decoding, memory.
 
 torchrun --nproc-per-node 2 scripts/bench_fp8.py
-torchrun --nproc-per-node 2 scripts/bench_fp8.py --tiny        (small shapes, on the CPU where there is no GPU, to see that it runs)
+torchrun --nproc-per-node 2 scripts/bench_fp8.py --tiny        (small shapes, to see that it runs)
 
 | work | what is measured, by CUDA events, medians |
 |---|---|
@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ import autotp
 from autotp.comm import init_process_group_from_env, local_device
 from autotp.kernels import fp8
 from autotp.kernels.decode import decoding
+from autotp.kernels.dispatch import Problem, select
 from autotp.kernels.few_rows import linear, linear_scaled
 from autotp.kernels.fp8_scaled import LIMITS, Quantised
 
@@ -114,12 +117,13 @@ def error_by_hand(x: Tensor, w: Tensor, exact: Tensor, scaling: str) -> str:
     if scaling == "blockwise":
         return "-"
     dtype, dim = torch.float8_e4m3fn, {"tensorwise": None, "rowwise": 1}[scaling]
-    operands = []
-    for tensor in (x, w):
+
+    def cast(tensor: Tensor) -> Quantised:
         amax = tensor.abs().amax() if dim is None else tensor.abs().amax(dim, keepdim=True)
         factor = LIMITS[dtype] / amax.float()
-        operands.append(Quantised((tensor.float() * factor).to(dtype), 1 / factor, scaling))
-    return error(fp8.multiply(*operands, torch.bfloat16, True), exact)
+        return Quantised((tensor.float() * factor).to(dtype), 1 / factor, scaling)
+
+    return error(fp8.multiply(cast(x), cast(w), torch.bfloat16, True), exact)
 
 
 def measure_operands(device: torch.device, rows: int, scale: int) -> None:
@@ -135,32 +139,25 @@ def measure_operands(device: torch.device, rows: int, scale: int) -> None:
 
 def measure_few(device: torch.device, scale: int) -> None:
     """One row, weights of 16 and of 8 bits; several sets, so that none lies in the cache."""
-    say("\none row, K x N", "us", "GB/s", "of bf16", "error", "bf16's")
+    say("\none row, K x N", "us", "GB/s", "of bf16", "error")
     for name, (k, n) in PRODUCTS.items():
         k, n = k // scale, n // scale
         x = torch.randn(1, k, device=device, dtype=torch.bfloat16)
         wide = [torch.randn(n, k, device=device, dtype=torch.bfloat16) * k**-0.5 for _ in range(12 if scale == 1 else 2)]
-        small = [fp8.quantise(w, "rowwise", columns=False)[0] for w in wide]
-        exact = x.float() @ wide[0].float().t()
-        assert all(w is not None for w in small)
+        small = [quantised for w in wide if (quantised := fp8.quantise(w, "rowwise", columns=False)[0]) is not None]
+        exact, tiles = x.float() @ wide[0].float().t(), []
         with torch.no_grad(), decoding():
-            us = graph_us([lambda w=w: linear(x, w) for w in wide], device)
-            say(f"{name} {k}x{n} bf16", f"{us:.1f}", f"{2 * k * n / us / 1e3:.0f}", "-", "-", error(linear(x, wide[0]), exact))
-            less = graph_us([lambda w=w: linear_scaled(x, w.values, w.scale) for w in small], device)
-            found = error(linear_scaled(x, small[0].values, small[0].scale), exact)  # type: ignore[union-attr]
-            say(f"{name} fp8", f"{less:.1f}", f"{k * n / less / 1e3:.0f}", f"{less / us:.2f}", found)
-            if device.type == "cuda":
-                say(f"{name} fp8, by tile", *measure_tiles(x, small, device), widths=(34, *[28] * len(TILES)))
-
-
-def measure_tiles(x: Tensor, weights: list[Any], device: torch.device) -> list[str]:
-    """Microseconds a call of each tile."""
-    from autotp.kernels.triton_few_rows import Tile, linear_few
-
-    return [
-        f"{tile} {graph_us([lambda w=w, t=tile: linear_few(x, w.values, None, '', w.scale, Tile(*t)) for w in weights], device):.1f}"
-        for tile in TILES
-    ]
+            us = graph_us([partial(linear, x, w) for w in wide], device)
+            less = graph_us([partial(linear_scaled, x, w.values, w.scale) for w in small], device)
+            errors = error(linear(x, wide[0]), exact), error(linear_scaled(x, small[0].values, small[0].scale), exact)
+            tile_of = None if device.type == "cpu" else importlib.import_module("autotp.kernels.triton_few_rows").Tile
+            for tile in () if tile_of is None else TILES:
+                run = partial(select(Problem("linear_few", "cuda", x.dtype), "triton"), tile=tile_of(*tile))
+                tiles.append(f"{tile} {graph_us([partial(run, x, w.values, None, '', w.scale) for w in small], device):.1f}")
+        say(f"{name} {k}x{n} bf16", f"{us:.1f}", f"{2 * k * n / us / 1e3:.0f}", "-", errors[0])
+        say(f"{name} fp8", f"{less:.1f}", f"{k * n / less / 1e3:.0f}", f"{less / us:.2f}", errors[1])
+        if tiles:
+            say(f"{name} fp8, us by tile", *tiles, widths=(24, *[22] * len(TILES)))
 
 
 def graph_us(runs: list[Callable[[], Any]], device: torch.device) -> float:
@@ -182,7 +179,7 @@ def graph_us(runs: list[Callable[[], Any]], device: torch.device) -> float:
 # -- models ---------------------------------------------------------------------------------------------------------------
 
 
-def build(shape: dict[str, Any], layers: int, vocabulary: int, device: torch.device) -> LlamaForCausalLM:
+def build(shape: dict[str, Any], layers: int, vocabulary: int, device: torch.device) -> Any:
     """A random Llama, alike on all ranks."""
     config = LlamaConfig(
         **shape, num_hidden_layers=layers, vocab_size=vocabulary, max_position_embeddings=8192, dtype=torch.bfloat16
@@ -206,7 +203,8 @@ def measure_body(shape: dict[str, Any], device: torch.device, layers: int, token
     """Forward and backward of the decoder's body."""
     say("\nbody, forward and backward", "ms", "of bf16", "peak GiB", "gradient's difference", widths=(34, 11, 11, 11, 30))
     ids = torch.randint(0, 1024, (2, tokens), generator=torch.Generator().manual_seed(0)).to(device)
-    plan, first, grad = "auto", 0.0, None
+    plan: Any = "auto"
+    first, grad = 0.0, torch.empty(0)
     for name in ("bf16", *recipes):
         model = build(shape, layers, 1024, device)
         autotp.parallelize(model, plan=plan, precision=None if name == "bf16" else RECIPES[name])
@@ -223,12 +221,12 @@ def measure_body(shape: dict[str, Any], device: torch.device, layers: int, token
         ms = time_us(step, device, 10) / 1e3
         peak = f"{torch.cuda.max_memory_allocated() / 2**30:.2f}" if device.type == "cuda" else "-"
         own = model.model.layers[0].mlp.up_proj.weight.grad.float()
-        first, grad = first or ms, own if grad is None else grad
+        first, grad = first or ms, grad if grad.numel() else own
         said = f"{((own - grad).norm() / grad.norm()).item():.3f}"
         say(name, f"{ms:.2f}", f"{ms / first:.3f}", peak, said, widths=(34, 11, 11, 11, 30))
         if bad := autotp.fp8_report(model):
             say(f"  not finite: {bad}")
-        model = step = None
+        del model, step
         free(device)
 
 
@@ -236,7 +234,8 @@ def measure_decode(shape: dict[str, Any], device: torch.device, layers: int, con
     """Tokens of a batch of one."""
     say("\ndecode, batch 1", "ms a token", "of bf16", "GiB of weights")
     ids = torch.randint(0, 1024, (1, context), generator=torch.Generator().manual_seed(0)).to(device)
-    plan, first = "auto", 0.0
+    plan: Any = "auto"
+    first = 0.0
     for name in ("bf16", "fp8-weights"):
         model = build(shape, layers, 128256 if device.type == "cuda" else 1024, device).eval()
         autotp.parallelize(model, plan=plan, precision=None if name == "bf16" else name)
@@ -257,7 +256,7 @@ def measure_decode(shape: dict[str, Any], device: torch.device, layers: int, con
         first = first or ms
         say(name, f"{ms:.3f}", f"{ms / first:.3f}", f"{n_bytes / 2**30:.2f}")
         autotp.release(model)
-        model = None
+        del model
         free(device)
 
 
@@ -272,9 +271,8 @@ def main() -> None:
     device = local_device()
     shape, scale = (TINY, 16) if args.tiny else (SHAPE, 1)
     rows, layers = (256, 2) if args.tiny else (8192, 8)
-    say(
-        f"torch {torch.__version__}, {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, {dist.get_world_size()} ranks"
-    )
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    say(f"torch {torch.__version__}, {dist.get_world_size()} x {name}")
     if "products" in args.work:
         measure_products(device, rows, scale)
     if "operands" in args.work:

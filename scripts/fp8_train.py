@@ -1,12 +1,12 @@
 """Trains one model twice on the same text, seed and order, in bf16 and in FP8, and compares the losses.
 
 torchrun --nproc-per-node 1 scripts/fp8_train.py
-torchrun --nproc-per-node 2 scripts/fp8_train.py --precision fp8-tensorwise fp8-rowwise --steps 500
-torchrun --nproc-per-node 1 scripts/fp8_train.py --tiny        (a small model and 20 steps, to see that it runs)
+torchrun --nproc-per-node 2 scripts/fp8_train.py --precision fp8 fp8-rowwise
+torchrun --nproc-per-node 1 scripts/fp8_train.py --tiny        (a small model, 20 steps, to see that it runs)
 
 The model is a random Llama of SmolLM2-135M's shape (30 layers, 576 wide) over bytes; the text is what `help()` knows of Python
-(`pydoc_data.topics`), of which the last tenth is held out. bf16 weights, AdamW on float32 masters. Exits with 1 if a final loss is
-more than 1% off bf16's, or if anything was not finite.
+(`pydoc_data.topics`), of which the last tenth is held out. bf16 weights, AdamW on float32 masters. Exits with 1 if a final
+loss is more than 1% off bf16's, or if anything was not finite.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def run(precision: str, args: argparse.Namespace, device: torch.device) -> tuple
     held = draw_batches(data[cut:], 4, args.rows, args.tokens).to(device)
     torch.manual_seed(args.seed)
     config = LlamaConfig(**(TINY if args.tiny else SMOL), vocab_size=256, tie_word_embeddings=True, dtype=torch.bfloat16)
-    model: Any = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    model: Any = LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16).train()
     autotp.parallelize(model, precision=None if precision == "bf16" else precision)
     if dist.get_rank() == 0 and model.autotp_plan.products:
         print(str(model.autotp_plan).split("linear  ", 1)[-1].split("left whole")[0], flush=True)

@@ -181,7 +181,7 @@ def check_device(plan: Plan, group: TPGroup) -> None:
 
 
 def store_weights(model: nn.Module, plan: Plan) -> Callable[[str], None]:
-    """What is to be told the name of each Parameter that has been read: those that are kept in FP8 alone are quantised at once."""
+    """What is to be told the name of each Parameter that was read: those that are kept in FP8 alone are quantised at once."""
     kept = {f"{p.name}.weight": p.name for p in plan.products if p.recipe is not None and p.recipe.weights_only}
 
     def store(name: str) -> None:
@@ -208,7 +208,8 @@ def install_products(model: nn.Module, plan: Plan, group: TPGroup) -> None:
         cut = _find_cut(module, entry)
         module.scaling = Scaling(product.recipe, product.name, group, cut, module.out_dim == 1)
         siblings: Any = module.siblings
-        if siblings is not None and siblings.members > 1 and siblings.scaling is None and module.place >= 0:
+        place: Any = module.place if siblings is not None else -1
+        if siblings is not None and siblings.members > 1 and siblings.scaling is None and place >= 0:
             siblings.scaling = Scaling(product.recipe, product.name, group, cut)
 
 

@@ -9,8 +9,8 @@ R rows, C columns; the product sums over the columns of both operands, so a tens
 | "blockwise" | 128 columns of a row | `[R, C/128]`, its columns contiguous |
 | "squares", weights of "blockwise" | 128 x 128 | `[C/128 up to a multiple of 4, R/128]`, its columns contiguous |
 
-`value = round(clamp(x * (limit / amax)))`, `scale = amax / limit`, amax at least 2**-110, in float32. What is not finite makes the
-scale so, and so everything that is computed with it: as without FP8, nothing is hidden; see `quantise`'s `bad`.
+`value = round(clamp(x * (limit / amax)))`, `scale = amax / limit`, amax at least 2**-110, in float32. What is not finite makes
+the scale so, and so everything that is computed with it: as without FP8, nothing is hidden; see `quantise`'s `bad`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Recipe:
             all-reduce each. Without it each rank scales its part. Blocks are those of the whole where parts begin at multiples
             of 128.
         fast_gradients: gradients' products, too, sum as the forward's do: faster, with fewer bits, on Hopper.
-        weights_only: weights are kept in FP8 alone, one scale a row, for inference: a few rows are multiplied as they are, and more
+        weights_only: weights are kept in FP8 alone, one scale a row, for inference: a few rows are multiplied as they are, more
             are rounded, row by row.
         least: inputs or outputs (of a group that reads one input: of all of it) on a rank, below which a linear stays as it is.
     """

@@ -109,7 +109,8 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, 
             find_main_grad(parameter, name)  # before any collective: a rank that raises inside would leave the others waiting
     if scaled.note_backward is not None:
         scaled.note_backward()
-    turned, w_turned = _operand(ctx, 0), _operand(ctx, 1)
+    saved = ctx.saved_tensors  # once: a checkpoint gives them no second time
+    turned, w_turned = _operand(ctx, saved, 0), _operand(ctx, saved, 1)
     dy = _join_gradients(ctx, grads)
     rows, columns = quantise(
         dy,
@@ -131,8 +132,9 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, 
     return None, None, None, dx, *dw, *bias_gradients(ctx, parts, dy)
 
 
-def _operand(ctx: Any, which: int) -> Quantised | None:
-    values, scale = ctx.saved_tensors[2 * which : 2 * which + 2]
+def _operand(ctx: Any, saved: Sequence[Tensor | None], which: int) -> Quantised | None:
+    values, scale = saved[2 * which : 2 * which + 2]
+    assert values is None or scale is not None
     return None if values is None else Quantised(values, scale, ctx.scalings[which])
 
 

@@ -4,7 +4,8 @@ Largest values are kept as the bits of their size: as integers they compare as t
 largest, so nothing is lost on the way.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
 from __future__ import annotations
 
 import os

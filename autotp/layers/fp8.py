@@ -119,7 +119,7 @@ class Scaling:
         return self.multiply(ProductSpec(transposed=self.transposed), x, (weight,), (bias,))[0]
 
     def multiply_stored(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`x @ (weight * scale).T + b`, weight `[N, K]` in E4M3, scale `[N, 1]`: x is rounded where it has more than a few rows."""
+        """`x @ (weight * scale).T + b`, weight `[N, K]` in E4M3, scale `[N, 1]`; x is rounded if it has more than a few rows."""
         if few_rows.fits(x, weight, bias, scaled=True):
             return few_rows.linear_scaled(x, weight, scale, bias)
         dtype = autocast_dtype(x) or x.dtype
@@ -171,14 +171,14 @@ _multiply_uncompiled: Callable[..., Any] = torch.compiler.disable(Scaling.multip
 
 @torch.no_grad()
 def store_weight(layer: Any, weight: Tensor) -> None:
-    """Keep `layer`'s weight `[N, K]` in E4M3 only, with a scale for each row as its buffer `weight_scale`: it can't be trained."""
+    """Keep `layer`'s weight `[N, K]` in E4M3 alone, with a scale for each row as its buffer `weight_scale`."""
     stored, _ = quantise(weight, "rowwise", columns=False)
     assert stored is not None
     layer._parameters["weight"] = nn.Parameter(stored.values, requires_grad=False)
     layer.register_buffer("weight_scale", stored.scale)
     layer.__dict__["only_runs"] = (
-        "precision='fp8-weights' keeps weights in FP8 only, and what they were is gone: load the model without it to train, save, "
-        "gather or unshard it"
+        "precision='fp8-weights' keeps weights in FP8 alone, and what they were is gone: load the model without it to train, "
+        "save, gather or unshard it"
     )
 
 

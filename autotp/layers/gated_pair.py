@@ -30,7 +30,7 @@ def multiply_gated(gate: Any, up: Any, x: Any, activation: str) -> Tensor | None
         laid = None if siblings is None or siblings is not up.siblings or siblings.members != 2 else siblings.find_laid()
         if laid is None or not laid.holds((gate.weight, up.weight), (gate.bias, up.bias)):
             return None
-        (weight, bias), scale = laid.merge(), siblings.stored_scale()
+        (weight, bias), scale = laid.merge(), gate.siblings.stored_scale()
     fits = few_rows.fits(x, weight, bias, scaled=scale is not None)
     return few_rows.linear_gated(x, weight, bias, activation, scale) if fits else None
 

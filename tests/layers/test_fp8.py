@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import autotp
-from autotp.comm import resolve_group
+from autotp.comm import TPGroup, resolve_group
 from autotp.kernels.fp8 import Recipe
 from autotp.layers.fp8 import ScaledLinear, Scaling, scalings_of
-from autotp.layers.linear import LinearAllreduce, LinearLayer
+from autotp.layers.linear import Conv1DLayer, LinearAllreduce, LinearLayer
 from tests.models import batch, tiny
 
 SCALINGS = ("tensorwise", "rowwise", "blockwise")
@@ -143,3 +144,62 @@ def test_what_is_not_finite_is_reported():
     found = autotp.fp8_report(linear, reset=True)
     assert found == {"0": {"inputs": 2, "weights": 0, "gradients": 0}}  # of a row, and of a column
     assert autotp.fp8_report(linear) == {}
+
+
+def gradients(model, inputs):
+    model.zero_grad()
+    model(**inputs).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_gradients_are_the_same_however_they_are_reached():
+    """Checkpoints of both kinds, a copy, frozen weights, main_grad."""
+    model = tiny("llama").train()
+    inputs = batch(model)
+    inputs["labels"] = inputs["input_ids"]
+    autotp.parallelize(
+        model, TPGroup(None, torch.device("cpu")), plan=STYLES, precision=Recipe("rowwise", least=16), logits="full"
+    )
+    expected = gradients(model, inputs)
+
+    def check(found):
+        assert found and all(torch.equal(grad, expected[name]) for name, grad in found.items())
+
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        check(gradients(model, inputs))
+        model.gradient_checkpointing_disable()
+    check(gradients(copy.deepcopy(model), inputs))
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    autotp.enable_main_grad(model)
+    gradients(model, inputs)
+    check({name: p.main_grad for name, p in model.named_parameters() if getattr(p, "grad_added_to_main_grad", False)})
+    autotp.enable_main_grad(model, False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    check(gradients(model, inputs))
+
+
+def test_weights_that_lie_turned_are_the_same_linear():
+    whole, group = whole_linear(Recipe("rowwise")), TPGroup(None, torch.device("cpu"))
+    turned = Conv1D(WIDTH, WIDTH)
+    turned.weight, turned.bias = nn.Parameter(whole.weight.detach().t().contiguous()), nn.Parameter(whole.bias.detach().clone())
+    layer = Conv1DLayer(turned, group, name="probe")
+    layer.scaling = Scaling(Recipe("rowwise"), "probe", group, 0, transposed=True)
+    x = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1))
+    mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, expected = layer(mine), whole(other)
+    torch.testing.assert_close(y, expected)
+    for out in (y, expected):
+        out.square().mean().backward()
+    torch.testing.assert_close(mine.grad, other.grad)
+    torch.testing.assert_close(layer.weight.grad.t(), whole.weight.grad)
+
+
+def test_options_that_move_rows_beside_products_are_refused():
+    layer = LinearLayer(nn.Linear(WIDTH, WIDTH), TPGroup(None, torch.device("cpu")), name="probe")
+    layer.scaling = Scaling(Recipe(), "probe", layer.tp, 0)
+    layer.tp_overlap_comm = True
+    with pytest.raises(autotp.PlanError, match="probe: rows move"):
+        layer(torch.randn(4, WIDTH))
