@@ -66,7 +66,7 @@ def _count(bad, bits):
             tl.atomic_add(bad, found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _find_amax(
     x, whole, of_rows, of_cols, M, N, row_step, col_step, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +83,7 @@ def _find_amax(
         tl.atomic_max(of_cols + cols, tl.max(bits, 0), mask=cols < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _cast(
     x, row_amax, col_amax, values, turned, scale, turned_scale, bad, M, N, P, row_step, col_step, scale_step, turned_step,
     SCALING: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ROUND: tl.constexpr,
