@@ -21,7 +21,8 @@ import gc
 import importlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -96,9 +97,10 @@ def measure_products(device: torch.device, rows: int, scale: int) -> None:
             a, _ = fp8.quantise(x, scaling, columns=False)
             b, _ = fp8.quantise(w, recipe.weight_scaling, columns=False)
             assert a is not None and b is not None
-            us = time_us(lambda a=a, b=b: fp8.multiply(a, b, torch.bfloat16, True), device)
-            found = error(fp8.multiply(a, b, torch.bfloat16, True), exact)
-            say(f"{name} {scaling}", *rate(us, rows * k * n, "fp8"), found, error_by_hand(x, w, exact, scaling))
+            with saying_errors(f"{name} {scaling}"):
+                us = time_us(partial(fp8.multiply, a, b, torch.bfloat16, True), device)
+                found = error(fp8.multiply(a, b, torch.bfloat16, True), exact)
+                say(f"{name} {scaling}", *rate(us, rows * k * n, "fp8"), found, error_by_hand(x, w, exact, scaling))
 
 
 def rate(us: float, terms: int, kind: str) -> tuple[str, str, str]:
@@ -133,8 +135,9 @@ def measure_operands(device: torch.device, rows: int, scale: int) -> None:
         x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
         for scaling in (*fp8.SCALINGS, "squares"):
             n_bytes = rows * k * (2 + 2 + 2 * (scaling in ("tensorwise", "rowwise")))
-            us = time_us(lambda x=x, scaling=scaling: fp8.quantise(x, scaling), device)
-            say(f"{rows}x{k} {scaling}", f"{us:.1f}", f"{n_bytes / us / 1e3:.0f}", f"{n_bytes / us / 4.8e6:.0%}")
+            with saying_errors(f"{rows}x{k} {scaling}"):
+                us = time_us(partial(fp8.quantise, x, scaling), device)
+                say(f"{rows}x{k} {scaling}", f"{us:.1f}", f"{n_bytes / us / 1e3:.0f}", f"{n_bytes / us / 4.8e6:.0%}")
 
 
 def measure_few(device: torch.device, scale: int) -> None:
@@ -150,8 +153,8 @@ def measure_few(device: torch.device, scale: int) -> None:
             us = graph_us([partial(linear, x, w) for w in wide], device)
             less = graph_us([partial(linear_scaled, x, w.values, w.scale) for w in small], device)
             errors = error(linear(x, wide[0]), exact), error(linear_scaled(x, small[0].values, small[0].scale), exact)
-            tile_of = None if device.type == "cpu" else importlib.import_module("autotp.kernels.triton_few_rows").Tile
-            for tile in () if tile_of is None else TILES:
+            for tile in () if device.type == "cpu" else TILES:
+                tile_of = importlib.import_module("autotp.kernels.triton_few_rows").Tile
                 run = partial(select(Problem("linear_few", "cuda", x.dtype), "triton"), tile=tile_of(*tile))
                 tiles.append(f"{tile} {graph_us([partial(run, x, w.values, None, '', w.scale) for w in small], device):.1f}")
         say(f"{name} {k}x{n} bf16", f"{us:.1f}", f"{2 * k * n / us / 1e3:.0f}", "-", errors[0])
@@ -209,25 +212,39 @@ def measure_body(shape: dict[str, Any], device: torch.device, layers: int, token
         model = build(shape, layers, 1024, device)
         autotp.parallelize(model, plan=plan, precision=None if name == "bf16" else RECIPES[name])
         plan = replace(model.autotp_plan, products=())
-        model.train()
-
-        def step(model=model) -> None:
-            model.zero_grad(set_to_none=True)
-            out = model.model(ids, use_cache=False).last_hidden_state
-            out.backward(torch.full_like(out, 1e-4))
-
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        ms = time_us(step, device, 10) / 1e3
-        peak = f"{torch.cuda.max_memory_allocated() / 2**30:.2f}" if device.type == "cuda" else "-"
-        own = model.model.layers[0].mlp.up_proj.weight.grad.float()
-        first, grad = first or ms, grad if grad.numel() else own
-        said = f"{((own - grad).norm() / grad.norm()).item():.3f}"
-        say(name, f"{ms:.2f}", f"{ms / first:.3f}", peak, said, widths=(34, 11, 11, 11, 30))
-        if bad := autotp.fp8_report(model):
-            say(f"  not finite: {bad}")
-        del model, step
+        with saying_errors(name):
+            ms, peak, own = time_body(model.train(), ids, device)
+            first, grad = first or ms, grad if grad.numel() else own
+            said = f"{((own - grad).norm() / grad.norm()).item():.3f}"
+            say(name, f"{ms:.2f}", f"{ms / first:.3f}", peak, said, widths=(34, 11, 11, 11, 30))
+            if bad := autotp.fp8_report(model):
+                say(f"  not finite: {bad}")
+        del model
         free(device)
+
+
+def time_body(model: Any, ids: Tensor, device: torch.device) -> tuple[float, str, Tensor]:
+    """Milliseconds, peak memory, and one weight's gradient."""
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        out = model.model(ids, use_cache=False).last_hidden_state
+        out.backward(torch.full_like(out, 1e-4))
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    ms = time_us(step, device, 10) / 1e3
+    peak = f"{torch.cuda.max_memory_allocated() / 2**30:.2f}" if device.type == "cuda" else "-"
+    return ms, peak, model.model.layers[0].mlp.up_proj.weight.grad.float()
+
+
+@contextmanager
+def saying_errors(name: str) -> Iterator[None]:
+    """What does not run is a line of the table: it fails on all ranks alike."""
+    try:
+        yield
+    except Exception as error:
+        say(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
 
 
 def measure_decode(shape: dict[str, Any], device: torch.device, layers: int, context: int, new: int) -> None:

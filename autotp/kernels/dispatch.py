@@ -163,6 +163,7 @@ BACKENDS: dict[str, list[Backend]] = {
         _triton("triton_fp8:quantise", _why_not_triton_fp8),
         Backend("reference", "reference_fp8:quantise"),
     ],
+    "turn_values": [_triton("triton_fp8:turn_values", _why_not_triton_fp8), Backend("reference", "reference_fp8:turn_values")],
     "scaled_product": [
         Backend("torch", fp8_scaled.multiply_scaled, fp8_scaled.why_not_scaled),
         Backend("reference", "reference_fp8:multiply"),

@@ -106,6 +106,13 @@ def quantise(
     return select(problem)(x, scaling, dtype, rows, columns, cut, share, bad)
 
 
+def turn(operand: Quantised) -> Quantised:
+    """`[R, C]` with one scale for all of it, to be summed over its rows: `[C, R]`, R padded with zeros to a multiple."""
+    values, scale, scaling = operand
+    problem = Problem("turn_values", values.device.type, torch.float32, scaling, *values.shape)
+    return Quantised(select(problem)(values, scaling), scale, scaling)
+
+
 def multiply(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """`a @ b.T` `[M, N]` of `dtype`: a `[M, C]`, b `[N, C]`; summed in float32, where `fast` in fewer bits on some GPUs."""
     m, n = a.values.shape[0], b.values.shape[0]

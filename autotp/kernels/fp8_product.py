@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .autocast import autocast_dtype, disable_autocast
-from .fp8 import Recipe, multiply, quantise
+from .fp8 import Recipe, multiply, quantise, turn
 from .fp8_scaled import Operands, Quantised, Share
 from .gradients import bias_gradients
 from .main_grad import add_gradient, find_main_grad
@@ -39,6 +39,8 @@ class Scaled(NamedTuple):
         share: the largest over the ranks, of scales that span their parts.
         bad: int32 `[3]`: scales that were not finite, of inputs, weights and output gradients.
         note_backward: is told when a backward begins.
+        gather_rows: gives the values `[M, N]` of all ranks' rows, of which the output gradient has one rank's: of a tensorwise
+            recipe, whose one scale is all ranks'; `sum_output` has scattered the output then.
     """
 
     recipe: Recipe
@@ -47,6 +49,7 @@ class Scaled(NamedTuple):
     share: Share | None = None
     bad: Tensor | None = None
     note_backward: Callable[[], None] | None = None
+    gather_rows: Callable[[Tensor], Tensor] | None = None
 
     def count(self, place: int) -> Tensor | None:
         """Where what is not finite is counted."""
@@ -84,7 +87,8 @@ class _ScaledProduct(torch.autograd.Function):
         if spec.sum_output is not None:
             y = spec.sum_output(y)
         sizes = [weight.shape[1 if spec.transposed else 0] for weight in weights]
-        outputs = torch.unsafe_split_with_sizes(y.view(*x.shape[:-1], y.shape[1]), sizes, -1)
+        lead = x.shape[:-1] if scaled.gather_rows is None else y.shape[:1]
+        outputs = torch.unsafe_split_with_sizes(y.view(*lead, y.shape[1]), sizes, -1)
         for part, bias in zip(outputs, biases, strict=True):
             if bias is not None:
                 part.add_(bias.to(dtype))
@@ -112,16 +116,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, 
     saved = ctx.saved_tensors  # once: a checkpoint gives them no second time
     turned, w_turned = _operand(ctx, saved, 0), _operand(ctx, saved, 1)
     dy = _join_gradients(ctx, grads)
-    rows, columns = quantise(
-        dy,
-        scaled.recipe.scaling,
-        scaled.recipe.gradient_dtype,
-        rows=w_turned is not None,
-        columns=turned is not None,
-        cut=1 if scaled.cut == 0 else None,
-        share=scaled.share,
-        bad=scaled.count(2),
-    )
+    rows, columns = _quantise_gradient(scaled, dy, w_turned is not None, turned is not None)
     fast, dx, dw = scaled.recipe.fast_gradients, None, [None] * count
     if rows is not None and w_turned is not None:
         dx = multiply(rows, w_turned, dy.dtype, fast).view(ctx.shape)
@@ -132,10 +127,21 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, 
     return None, None, None, dx, *dw, *bias_gradients(ctx, parts, dy)
 
 
+def _quantise_gradient(scaled: Scaled, dy: Tensor, wants_rows: bool, wants_columns: bool) -> Operands:
+    recipe, bad = scaled.recipe, scaled.count(2)
+    how: Any = dict(dtype=recipe.gradient_dtype, share=scaled.share, bad=bad)
+    if scaled.gather_rows is None:
+        cut = 1 if scaled.cut == 0 else None
+        return quantise(dy, recipe.scaling, rows=wants_rows, columns=wants_columns, cut=cut, **how)
+    own, _ = quantise(dy, recipe.scaling, columns=False, cut=0, **how)
+    assert own is not None
+    rows = own._replace(values=scaled.gather_rows(own.values))
+    return rows, turn(rows) if wants_columns else None
+
+
 def _operand(ctx: Any, saved: Sequence[Tensor | None], which: int) -> Quantised | None:
     values, scale = saved[2 * which : 2 * which + 2]
-    assert values is None or scale is not None
-    return None if values is None else Quantised(values, scale, ctx.scalings[which])
+    return None if values is None or scale is None else Quantised(values, scale, ctx.scalings[which])
 
 
 def _sizes(ctx: Any) -> list[int]:

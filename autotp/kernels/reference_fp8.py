@@ -65,6 +65,11 @@ def _squares(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, bad: Tens
     return found, Quantised(_pad(values.t(), "squares"), _lay_squares(scale.t()), "squares") if columns else None
 
 
+def turn_values(values: Tensor, scaling: str) -> Tensor:
+    """fp8.turn's values, on any device."""
+    return _pad(values.t(), scaling)
+
+
 def _lay_squares(scale: Tensor) -> Tensor:
     """`[R/128, C/128]` as a product reads it: turned, its columns contiguous and padded to a multiple of 4."""
     return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()

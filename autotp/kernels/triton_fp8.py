@@ -148,6 +148,28 @@ def _cast(
             tl.store(turned + turned_places, tl.trans(q), mask=turned_inside)
 
 
+@triton.jit(do_not_specialize=["M"])
+def _turn(values, turned, M, N, P, ROWS: tl.constexpr, COLS: tl.constexpr):
+    blocks = tl.cdiv(N, COLS)
+    rows = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    v = tl.load(values + rows.to(tl.int64)[:, None] * N + cols[None, :], mask=mask, other=0)
+    inside = (cols < N)[:, None] & (rows < P)[None, :]
+    tl.store(turned + cols.to(tl.int64)[:, None] * P + rows[None, :], tl.trans(v), mask=inside)
+
+
+@on_own_device
+def turn_values(values: Tensor, scaling: str) -> Tensor:
+    """reference_fp8.turn_values in one kernel."""
+    m, n = values.shape
+    p = padded(m, scaling)
+    turned = torch.empty(n, p, dtype=torch.uint8, device=values.device)
+    grid = (triton.cdiv(p, BLOCK) * triton.cdiv(n, BLOCK),)
+    _turn[grid](values.view(torch.uint8), turned, m, n, p, ROWS=BLOCK, COLS=BLOCK, num_warps=WARPS)
+    return turned.view(values.dtype)
+
+
 @on_own_device
 def quantise(
     x: Tensor,

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..collectives import pad_rows
 from ..comm import TPGroup
 from ..errors import AutoTPError
 from ..kernels import few_rows
@@ -98,21 +99,42 @@ class Scaling:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
         whole: Tensor | None = None,
+        gather_rows: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
-        """`x @ w.T + b` for each weight, as autograd sees it; `whole` is all weights as one, where they lie side by side.
+        """`x @ w.T + b` for each weight, as autograd sees it.
+
+        Args:
+            whole: all weights as one, where they lie side by side.
+            gather_rows: of output gradients, see Scaled.
 
         Raises:
             AutoTPError: a GPU without FP8 products.
         """
         if torch.compiler.is_compiling():  # it would keep the first weights that it sees
-            return _multiply_uncompiled(self, spec, x, weights, biases, whole)
+            return _multiply_uncompiled(self, spec, x, weights, biases, whole, gather_rows)
         if self.bad is None or self.bad.device != x.device:
             if why_not := why_not_fp8(x.device, self.recipe.scaling):
                 raise AutoTPError(f"{self.name}: precision='fp8': {why_not}; leave precision= out there")
             self.bad = torch.zeros(len(OPERANDS), dtype=torch.int32, device=x.device)
         read = partial(self._read, weights, whole, torch.is_grad_enabled())
-        scaled = Scaled(self.recipe, read, self.cut, self._share(), self.bad, partial(self._note_backward, weights))
+        note = partial(self._note_backward, weights)
+        scaled = Scaled(self.recipe, read, self.cut, self._share(), self.bad, note, gather_rows)
         return multiply_fp8(spec, scaled, x, weights, biases)
+
+    def multiply_scattered(self, spec: ProductSpec, x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """This rank's rows `[R, N]` of the ranks' sum of `x @ w.T`, x `[M, K]`, added up in `dtype`; their gradients are gathered
+        in 8 bits. Of a tensorwise recipe whose scales agree alone.
+        """
+        group = self.group
+        assert group is not None
+
+        def scatter(y: Tensor) -> Tensor:
+            return group.reduce_scatter_rows(pad_rows(y, group.tp_size), dtype)
+
+        def gather(values: Tensor) -> Tensor:
+            return group.gather_rows(values.view(torch.uint8))[: len(x)].view(values.dtype)
+
+        return self.multiply(spec._replace(sum_output=scatter), x, (weight,), (None,), gather_rows=gather)[0]
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ w.T + b` of one weight, of nothing but this rank's part."""
@@ -129,6 +151,11 @@ class Scaling:
         assert rows is not None
         y = multiply(rows, Quantised(weight, scale, "rowwise"), dtype, fast=True).view(*x.shape[:-1], -1)
         return y if bias is None else y.add_(bias.to(dtype))
+
+    @property
+    def gathers_values(self) -> bool:
+        """Whether rows of one scale over all ranks can be gathered in 8 bits."""
+        return self.recipe.scaling == "tensorwise" and self._share() is not None
 
     def _note_backward(self, weights: Sequence[Tensor]) -> None:
         if not all(map(_steps.holds, weights)):  # who changes them now may not be seen

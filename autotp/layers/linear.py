@@ -192,8 +192,15 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
 
     def multiply_scattered(self, x: Tensor, tokens: TokenStream) -> Tensor:
         """`x @ w.T` summed over the ranks, plus the bias: of this rank's rows alone."""
-        if self.scaling is not None:
+        scaling = self.scaling
+        if scaling is not None:
             refuse_copies([self])
+            if scaling.gathers_values and "weight_scale" not in self._buffers and not watches_operations() and x.ndim > 1:
+                layout = tokens.describe(x, self.reduce_dtype)
+                rows = x.reshape(-1, x.shape[-1])
+                y = scaling.multiply_scattered(self._make_spec(), rows, self.weight, self.reduce_dtype)
+                tokens.leave_whole_rows()
+                return self.add_bias_of_rows(y.view(*layout.local_shape, -1))
         if watches_operations() or x.ndim < 2 or self.scaling is not None:
             return self.add_bias_of_rows(tokens.scatter(self.multiply_partial(x), self.reduce_dtype))
         dealt = tokens.describe(x, self.reduce_dtype)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autotp.kernels.fp8 import Recipe, multiply, quantise
+from autotp.kernels.fp8 import Recipe, multiply, quantise, turn
 from autotp.kernels.fp8_product import Scaled, multiply_fp8
 from autotp.kernels.fp8_scaled import LIMITS
 from autotp.kernels.product import ProductSpec
@@ -61,6 +61,14 @@ def test_scales_of_zeros_tiny_and_huge_values(scaling):
             torch.testing.assert_close(found, x, rtol=0.0625, atol=0)
         else:
             assert found.abs().max() <= 1e-38
+
+
+@pytest.mark.parametrize("shape", [(48, 272), (33, 17), (130, 1)])
+def test_values_are_turned_as_they_are(use, shape):
+    for backend in ("reference", "triton"):
+        use(f"quantise=reference,turn_values={backend}")
+        rows, columns = quantise(draw(*shape).to(DEVICE), "tensorwise", E5M2)
+        assert torch.equal(turn(rows).values.view(torch.uint8), columns.values.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(True, True), (True, False), (False, True)])

@@ -95,6 +95,31 @@ def test_a_model_over_ranks_trains_as_on_one(ranks, scaling, dealt, steps, close
             assert (grad - grads[name]).norm() <= close * grads[name].norm(), name
 
 
+def gathered_run(group):
+    """Gradients where rows of output gradients are gathered in 8 bits, and where they are quantised afterwards; the gathers."""
+    found, tp = [], resolve_group(group)
+    for narrow in (True, False):
+        model = tiny("llama").train()
+        inputs = batch(model, rows=3, length=5)  # rows that can't be dealt evenly
+        inputs["labels"] = inputs["input_ids"]
+        precision = Recipe("tensorwise", least=16)
+        autotp.parallelize(model, tp, plan="auto", precision=precision, sequence_parallel=True, logits="full")
+        moved, gather = [], model.autotp_group.gather_rows
+        model.autotp_group.gather_rows = lambda rows, moved=moved, gather=gather: moved.append(rows.dtype) or gather(rows)
+        with pytest.MonkeyPatch.context() as patch:
+            if not narrow:
+                patch.setattr(Scaling, "gathers_values", False)
+            found.append((gradients(model, inputs), moved.count(torch.uint8)))
+        del model.autotp_group.gather_rows
+    return found
+
+
+def test_gradients_are_gathered_in_8_bits_and_are_the_same(ranks):
+    for (narrow, count), (wide, none) in ranks.run(gathered_run):
+        assert count == 4 and none == 0  # of two row linears in each of two layers
+        assert all(torch.equal(grad, wide[name]) for name, grad in narrow.items())
+
+
 def test_weights_are_quantised_once_a_step_and_never_stale():
     linear = whole_linear(Recipe(), bias=False)
     counted, quantise = [], linear.scaling._quantise
