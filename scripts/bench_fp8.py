@@ -140,7 +140,7 @@ def measure_operands(device: torch.device, rows: int, scale: int) -> None:
                 say(f"{rows}x{k} {scaling}", f"{us:.1f}", f"{n_bytes / us / 1e3:.0f}", f"{n_bytes / us / 4.8e6:.0%}")
 
 
-def measure_few(device: torch.device, scale: int) -> None:
+def measure_few(device: torch.device, scale: int, tiles_too: bool) -> None:
     """One row, weights of 16 and of 8 bits; several sets, so that none lies in the cache."""
     say("\none row, K x N", "us", "GB/s", "of bf16", "error")
     for name, (k, n) in PRODUCTS.items():
@@ -153,7 +153,7 @@ def measure_few(device: torch.device, scale: int) -> None:
             us = graph_us([partial(linear, x, w) for w in wide], device)
             less = graph_us([partial(linear_scaled, x, w.values, w.scale) for w in small], device)
             errors = error(linear(x, wide[0]), exact), error(linear_scaled(x, small[0].values, small[0].scale), exact)
-            for tile in () if device.type == "cpu" else TILES:
+            for tile in TILES if tiles_too else ():
                 tile_of = importlib.import_module("autotp.kernels.triton_few_rows").Tile
                 run = partial(select(Problem("linear_few", "cuda", x.dtype), "triton"), tile=tile_of(*tile))
                 tiles.append(f"{tile} {graph_us([partial(run, x, w.values, None, '', w.scale) for w in small], device):.1f}")
@@ -282,6 +282,7 @@ def main() -> None:
     works = ("products", "operands", "few", "body", "decode")
     parser.add_argument("--work", nargs="+", choices=works, default=list(works))
     parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES), help="of the body")
+    parser.add_argument("--tiles", action="store_true", help="one row by every tile, too")
     parser.add_argument("--tiny", action="store_true", help="small shapes")
     args = parser.parse_args()
     init_process_group_from_env()
@@ -295,7 +296,7 @@ def main() -> None:
     if "operands" in args.work:
         measure_operands(device, rows, scale)
     if "few" in args.work:
-        measure_few(device, scale)
+        measure_few(device, scale, args.tiles)
     free(device)
     dist.barrier()
     if "body" in args.work:

@@ -29,7 +29,7 @@ from ..kernels import few_rows
 from ..kernels.autocast import autocast_dtype
 from ..kernels.fp8 import Recipe, multiply, quantise
 from ..kernels.fp8_product import Scaled, multiply_fp8
-from ..kernels.fp8_scaled import Operands, Quantised, Share, why_not_fp8
+from ..kernels.fp8_scaled import LIMITS, Operands, Quantised, Share, why_not_fp8
 from ..kernels.product import ProductSpec
 
 OPERANDS = ("inputs", "weights", "gradients")
@@ -141,7 +141,11 @@ class Scaling:
         return self.multiply(ProductSpec(transposed=self.transposed), x, (weight,), (bias,))[0]
 
     def multiply_stored(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`x @ (weight * scale).T + b`, weight `[N, K]` in E4M3, scale `[N, 1]`; x is rounded if it has more than a few rows."""
+        """`x @ (weight * scale).T + b`, weight `[N, K]` in E4M3, scale `[N, 1]`; x is rounded if it has many rows."""
+        if weight.dtype not in LIMITS:
+            raise AutoTPError(
+                f"{self.name}: its weight, kept in FP8, was cast to {weight.dtype} without its scale: load it again"
+            )
         if few_rows.fits(x, weight, bias, scaled=True):
             return few_rows.linear_scaled(x, weight, scale, bias)
         dtype = autocast_dtype(x) or x.dtype
@@ -203,10 +207,18 @@ def store_weight(layer: Any, weight: Tensor) -> None:
     assert stored is not None
     layer._parameters["weight"] = nn.Parameter(stored.values, requires_grad=False)
     layer.register_buffer("weight_scale", stored.scale)
+    layer.register_load_state_dict_pre_hook(_refuse_wide)
     layer.__dict__["only_runs"] = (
         "precision='fp8-weights' keeps weights in FP8 alone, and what they were is gone: load the model without it to train, "
         "save, gather or unshard it"
     )
+
+
+def _refuse_wide(layer: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Raise before a weight of more bits would be cast into one that has a scale."""
+    weight = state_dict.get(f"{prefix}weight")
+    if weight is not None and weight.dtype is not layer.weight.dtype:
+        raise AutoTPError(f"{prefix}weight is {weight.dtype}: {layer.__dict__['only_runs']}")
 
 
 class ScaledLinear(nn.Linear):

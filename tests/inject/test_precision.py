@@ -1,5 +1,7 @@
 """Which linears a plan multiplies in FP8, what it says of the others, and the way back."""
 
+import copy
+
 import pytest
 import torch
 
@@ -70,11 +72,18 @@ def stored_run(group, path, expected):
     for use in (autotp.unshard, autotp.full_state_dict, lambda model: autotp.save_pretrained(model, path)):
         with pytest.raises(autotp.AutoTPError, match="fp8-weights"):
             use(model)
+    state = model.state_dict()
+    model.load_state_dict(state)
+    wide = {name: value.float() if value.dtype is torch.float8_e4m3fn else value for name, value in state.items()}
+    with pytest.raises(autotp.AutoTPError, match="float32: precision='fp8-weights'"):
+        model.load_state_dict(wide)
     few, many = torch.arange(1, 9).view(1, 8), torch.arange(1, 41).view(2, 20)
     with torch.no_grad():
         found = [model(input_ids=ids, logits_to_keep=1).logits for ids in (few, many)]
     embedded = model.model.embed_tokens(few).detach().requires_grad_()
     model(inputs_embeds=embedded).logits.sum().backward()  # adapters train on such weights
+    with pytest.raises(autotp.AutoTPError, match="without its scale"):
+        copy.deepcopy(layer).bfloat16()(torch.zeros(1, 64, dtype=torch.bfloat16))
     return *found, model.generate(few, max_new_tokens=6, do_sample=False), embedded.grad
 
 
