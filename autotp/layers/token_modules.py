@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from ..collectives import sum_together
 from ..comm import TPGroup
 from ..errors import PlanError
 from .base import TensorParallel_Layer, insert_class
+from .entry import asks_for
 from .product import watches_operations
 from .tokens import TokenPart, TokenStream, map_first
 
@@ -36,7 +36,7 @@ class TokenModule(TensorParallel_Layer):
                 f"{part.name}: argument '{part.enters[0][0]}', by which the plan deals tokens, is a {type(x).__name__}: pass a "
                 f"tensor, or sequence_parallel=False"
             )
-        with stream.running(part, x):
+        with stream.running(self, part, x):
             if stream.layout is None:
                 output = super().forward(*args, **kwargs)
             else:
@@ -181,7 +181,7 @@ def list_owners(name: str) -> list[str]:
 
 def begin_owner(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: tokens may be dealt from here on, unless hidden states are asked for."""
-    collects, outermost = collects_states(module, args, kwargs), "autotp_entry" in module.__dict__
+    collects, outermost = asks_for("output_hidden_states", module, args, kwargs), "autotp_entry" in module.__dict__
     for stream, whole in module.__dict__["autotp_streams"]:
         if outermost:  # Ctrl-C ends a forward without its hooks
             stream.owners = 0
@@ -208,15 +208,3 @@ def end_owner(module: Any, args: tuple[Any, ...], output: Any) -> None:
                     f"{type(module).__name__} dealt its tokens, but the module that joins them again did not run (layerdrop, or "
                     f"layers taken out?): let all layers run, or pass sequence_parallel=False"
                 )
-
-
-def collects_states(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a forward is asked for its hidden states, by an argument or by the config."""
-    asked = kwargs.get("output_hidden_states")
-    if asked is None:
-        names = list(inspect.signature(type(module).forward).parameters)[1:] if args else []
-        place = names.index("output_hidden_states") if "output_hidden_states" in names else len(args)
-        asked = args[place] if place < len(args) else None
-    if asked is None:
-        asked = getattr(getattr(module, "config", None), "output_hidden_states", False)
-    return asked is not None and asked is not False

@@ -21,6 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ from ..exchange import find_exchange
 from ..kernels.dealt import Dealt
 from .product import watches_operations
 
+# The modules that run with a part in streams, one inside another: what a checkpoint that is made there needs to know.
+RUNNING: ContextVar[tuple[Any, ...]] = ContextVar("autotp_running", default=())
 LEAST_BYTES = 1 << 20  # of a rank's rows of one activation, below which "auto" does not deal them
 
 
@@ -50,6 +53,15 @@ class Layout(NamedTuple):
     def dealt(self) -> tuple[int, ...]:
         """The sizes before the columns of this rank's rows."""
         return (*[1] * (len(self.lead) - 1), self.share)
+
+
+class Moment(NamedTuple):
+    """Where a forward is: its stream's `layout`, `joined` and depth, and the generator, other state and `apart` of its draws."""
+
+    layout: Layout | None
+    joined: Layout | None
+    inside: int
+    draws: tuple[torch.Generator, Tensor, bool] | None
 
 
 @dataclass(frozen=True)
@@ -123,8 +135,8 @@ class TokenStream:
         return Layout(tuple(x.shape[:-1]), rows, -(-rows // size))
 
     @contextmanager
-    def running(self, part: TokenPart, x: Tensor) -> Iterator[None]:
-        """Around a module's forward: which layout `x`, that enters it, has.
+    def running(self, module: Any, part: TokenPart, x: Tensor) -> Iterator[None]:
+        """Around the forward of `module`: which layout `x`, that enters it, has.
 
         A checkpoint runs a module again within backward, perhaps after other forwards: there the layout is that of the forward
         in which `x`'s memory entered.
@@ -147,9 +159,12 @@ class TokenStream:
         if not compiling and not again and (x.requires_grad or torch.is_grad_enabled()):
             self._note(x)
         self._inside = outer + 1
+        token = None if compiling else RUNNING.set((*RUNNING.get(), module))
         try:
             yield
         finally:
+            if token is not None:
+                RUNNING.reset(token)
             self._inside = outer
             if outer == 0 and again:
                 self.layout = before
@@ -194,6 +209,35 @@ class TokenStream:
     def _note_tensor(self, x: Tensor) -> Tensor:
         self._note(x)
         return x
+
+    def remember(self) -> Moment:
+        """Where the running forward is."""
+        draws = self._draws
+        return Moment(
+            self.layout, self.joined, self._inside, None if draws is None else (draws.generator, draws.other, draws.apart)
+        )
+
+    @contextmanager
+    def going_on(self, moment: Moment) -> Iterator[None]:
+        """Within it the stream is where a forward was; generators are in the state of then already."""
+        before = self.layout, self.joined, self._inside, self._draws
+        self.layout, self.joined, self._inside = moment[:3]
+        self._draws = None if moment.draws is None else Draws(*moment.draws)
+        try:
+            with self.hiding_rows():
+                yield
+        finally:
+            self.layout, self.joined, self._inside, self._draws = before
+
+    @contextmanager
+    def hiding_rows(self) -> Iterator[None]:
+        """Within it what was gathered is a tensor like another, and linears that read it sum its gradient as any other's."""
+        before = self.local, self.full
+        self.local = self.full = None
+        try:
+            yield
+        finally:
+            self.local, self.full = before
 
     def reset(self) -> None:
         """Forget the forward that ran: it has ended, or died half way."""
@@ -311,7 +355,9 @@ class TokenStream:
         They follow from the default generator's state and the rank, so that what is run again draws the same.
         """
         seed = int(torch.randint(2**62, ()))
-        self._draws = draws = Draws(find_generator(device), seed + self.group.tp_rank)
+        generator = find_generator(device)
+        self._draws = draws = Draws(generator, generator.get_state())
+        generator.manual_seed(seed + self.group.tp_rank)
         try:
             yield
         finally:
@@ -333,12 +379,14 @@ class TokenStream:
 
 
 class Draws:
-    """A generator with two states: what dealt rows draw from, and what all ranks draw from alike."""
+    """A generator with two states: what dealt rows draw from, and what all ranks draw from alike.
 
-    def __init__(self, generator: torch.Generator, seed: int) -> None:
-        """It goes on from `seed`, apart from the other ranks'."""
-        self.generator, self.other, self.apart = generator, generator.get_state(), True
-        generator.manual_seed(seed)
+    Attributes:
+        apart: whether it is in the first of them; other: the state that it is not in.
+    """
+
+    def __init__(self, generator: torch.Generator, other: Tensor, apart: bool = True) -> None:
+        self.generator, self.other, self.apart = generator, other, apart
 
     def switch(self, apart: bool) -> None:
         """Go on in that state."""
