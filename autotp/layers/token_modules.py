@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..comm import TPGroup
 from ..errors import PlanError
 from .base import TensorParallel_Layer, insert_class
 from .entry import asks_for
+from .overlap import OverlapOptions
 from .product import watches_operations
 from .tokens import TokenPart, TokenStream, map_first
 
@@ -41,7 +42,10 @@ class TokenModule(TensorParallel_Layer):
                 output = super().forward(*args, **kwargs)
             else:
                 args, kwargs = enter_module(part, args, kwargs)
-                output = leave_module(part, run_dealt(self, x, super().forward, args, kwargs))
+                whole = bool(part.scatters and find_wrapped(self, part, part.scatters))
+                with stream.keeping_whole(whole):
+                    output = run_dealt(self, x, super().forward, args, kwargs)
+                output = leave_module(part, output, part.slices or whole)
             if not part.gathers:
                 stream.note_output(output)
         if part.joins and stream.layout is not None:
@@ -83,16 +87,29 @@ def run_dealt(module: Any, x: Tensor, forward: Callable[..., Any], args: tuple[A
         return forward(*args, **kwargs)
 
 
-def leave_module(part: TokenPart, output: Any) -> Any:
-    """The output as it is passed on."""
-    change = part.stream.split if part.slices else part.stream.join if part.joins else None
+def find_wrapped(module: Any, part: TokenPart, names: Sequence[str]) -> dict[str, Any]:
+    """What stands at the places of modules below `module` that have a part in its stream, where it is not they themselves."""
+    found = {}
+    for name in names:
+        try:
+            there: Any = module.get_submodule(name)
+        except AttributeError:  # taken out
+            continue
+        if not isinstance(there, TokenModule) and getattr(there, "tokens", None) is not part.stream:
+            found[name] = there
+    return found
+
+
+def leave_module(part: TokenPart, output: Any, slices: bool) -> Any:
+    """The output as it is passed on; it is whole, and dealt here, if the module `slices`."""
+    change = part.stream.split if slices else part.stream.join if part.joins else None
     return output if change is None else map_first(output, change, part.name)
 
 
 @contextmanager
 def read_summed(module: Any, part: TokenPart) -> Iterator[None]:
     """The parameters that dealt rows read stand there such that their gradients are summed over the ranks."""
-    places = list_summed(module, part) if torch.is_grad_enabled() else []
+    places = list_summed(module, part) if torch.is_grad_enabled() else list_around(module, part)[:0]
     before = [(owner, owner._parameters) for owner in {id(owner): owner for owner, _, _ in places}.values()]
     for owner, parameters in before:
         owner.__dict__["_parameters"] = dict(parameters)
@@ -111,7 +128,7 @@ def list_summed(module: Any, part: TokenPart) -> list[tuple[Any, str, Tensor]]:
     Raises:
         PlanError: the module that held it is gone.
     """
-    found: dict[tuple[int, str], tuple[Any, str, Tensor]] = {}
+    found = {(id(each), key): (each, key, p) for each, key, p in list_around(module, part) if p.requires_grad}
     for name in part.summed:
         holder, _, leaf = name.rpartition(".")
         try:
@@ -128,6 +145,32 @@ def list_summed(module: Any, part: TokenPart) -> list[tuple[Any, str, Tensor]]:
                 if parameter is not None and parameter.requires_grad:
                     found[id(each), key] = (each, key, parameter)
     return list(found.values())
+
+
+def list_around(module: Any, part: TokenPart) -> list[tuple[Any, str, Tensor]]:
+    """The parameters in wraps around what gathers a layer's rows, and in what took its place: they read dealt rows.
+
+    Raises:
+        PlanError: a wrap is around a linear, which gathers or scatters where the wrap would need both.
+    """
+    found = []
+    for name, wrap in find_wrapped(module, part, part.inside).items():
+        held = [each for each in wrap.modules() if isinstance(each, TokenModule) or getattr(each, "tokens", None) is part.stream]
+        inner = {id(below) for each in held for below in each.modules()}
+        own = [
+            (each, *item)
+            for each in wrap.modules()
+            if id(each) not in inner
+            for item in each._parameters.items()
+            if item[1] is not None
+        ]
+        if own and held and isinstance(held[0], OverlapOptions):
+            raise PlanError(
+                f"{part.name}.{name} is a {type(wrap).__name__} with parameters around a linear that deals its rows over "
+                f"{part.stream.group.tp_size} ranks by itself: add it before parallelize, or pass sequence_parallel=False"
+            )
+        found += own
+    return found
 
 
 def find_argument(argument: tuple[str, int | None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -56,10 +56,11 @@ class Layout(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Where a forward is: its stream's `layout`, `joined` and depth, and the generator, other state and `apart` of its draws."""
+    """Where a forward is in a stream, whose attributes these are; of its draws the generator, other state and `apart`."""
 
     layout: Layout | None
     joined: Layout | None
+    keeps_whole: bool
     inside: int
     draws: tuple[torch.Generator, Tensor, bool] | None
 
@@ -74,6 +75,8 @@ class TokenPart:
         first: it splits what enters; gathers: it gathers it.
         slices, joins: its output is whole, and dealt on return; or dealt, and gathered.
         summed: names, dotted below it, of parameters that dealt rows read.
+        scatters: of one that gathers: the row linears below it whose sums are scattered.
+        inside: of a layer: the modules below it that gather, and the row linears outside these whose sums are scattered.
         draws: dealt rows draw random numbers in the chain's layers.
     """
 
@@ -85,6 +88,8 @@ class TokenPart:
     slices: bool = False
     joins: bool = False
     summed: tuple[str, ...] = ()
+    scatters: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
     draws: bool = False
 
 
@@ -98,6 +103,7 @@ class TokenStream:
         owners: how many modules run that hold both the layers and what joins the rows again; nothing is dealt outside all of
             them. None where nobody counts.
         suspended: deal nothing: somebody collects what passes between the layers.
+        keeps_whole: row linears leave their sums whole, as the module around them deals what it returns.
         local, full: what was gathered last, while its module runs; gathering: that module's name.
     """
 
@@ -106,7 +112,7 @@ class TokenStream:
         self.layout: Layout | None = None
         self.joined: Layout | None = None
         self.owners: int | None = None
-        self.suspended = False
+        self.suspended = self.keeps_whole = False
         self.local: Tensor | None = None
         self.full: Tensor | None = None
         self._inside = 0  # how many of its modules are running, one in another
@@ -220,14 +226,14 @@ class TokenStream:
     @contextmanager
     def going_on(self, moment: Moment) -> Iterator[None]:
         """Within it the stream is where a forward was; generators are in the state of then already."""
-        before = self.layout, self.joined, self._inside, self._draws
-        self.layout, self.joined, self._inside = moment[:3]
+        before = self.layout, self.joined, self.keeps_whole, self._inside, self._draws
+        self.layout, self.joined, self.keeps_whole, self._inside = moment[:4]
         self._draws = None if moment.draws is None else Draws(*moment.draws)
         try:
             with self.hiding_rows():
                 yield
         finally:
-            self.layout, self.joined, self._inside, self._draws = before
+            self.layout, self.joined, self.keeps_whole, self._inside, self._draws = before
 
     @contextmanager
     def hiding_rows(self) -> Iterator[None]:
@@ -242,7 +248,7 @@ class TokenStream:
     def reset(self) -> None:
         """Forget the forward that ran: it has ended, or died half way."""
         self.layout = self.joined = self.local = self.full = self._draws = None
-        self.suspended, self._inside = False, 0
+        self.suspended, self.keeps_whole, self._inside = False, False, 0
 
     # -- moving rows ----------------------------------------------------------------------------------------------------
 
@@ -320,6 +326,20 @@ class TokenStream:
         self.leave_whole_rows()
         rows = pad_rows(y.reshape(layout.rows, *rest), self.group.tp_size)
         return scatter_rows_to_group(rows, self.group, dtype).view(*lead, *rest)
+
+    @contextmanager
+    def keeping_whole(self, wanted: bool) -> Iterator[None]:
+        """Within it row linears leave their sums whole if `wanted`."""
+        before, self.keeps_whole = self.keeps_whole, wanted
+        try:
+            yield
+        finally:
+            self.keeps_whole = before
+
+    @property
+    def scatters(self) -> bool:
+        """Whether a row linear's sum is dealt to the ranks now."""
+        return self.layout is not None and not self.keeps_whole
 
     def leave_whole_rows(self) -> None:
         """Partial sums were scattered: what follows in this module reads dealt rows, and draws for those."""
