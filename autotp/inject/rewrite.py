@@ -19,12 +19,14 @@ from ..errors import AutoTPError, PlanError
 from ..generation.engine import PLACE
 from ..generation.install import install_generation
 from ..layers.attention import restore_fast_paths
+from ..layers.attentions import watch_attentions
 from ..layers.base import check_usable, find_group, index_parameters, mark_broken, sharded_modules
 from ..layers.entry import install_entry, remove_entry
 from ..layers.guards import install_guards, mark_model, unmark_model
 from ..layers.siblings import lay_siblings
 from ..layers.token_modules import watch_owners
 from .assemble import read_versions
+from .attentions import find_values
 from .attributes import restore_attributes
 from .block import fuse_modules
 from .callsites import remove_fixes
@@ -271,7 +273,7 @@ def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str, fo
     lay_siblings(model)
     model.__dict__["autotp_plan"], model.__dict__["autotp_group"] = plan, group
     install_entry(model, group, plan.head, plan.loss, logits)
-    model.__dict__["autotp_entry"].handles += watch_owners(model)
+    model.__dict__["autotp_entry"].handles += watch_owners(model) + watch_attentions(model, group, find_values(plan))
     install_guards(save=save_pretrained)
     install_generation()
     mark_model(model, group)

@@ -293,7 +293,7 @@ class LinearAllreduce(ParallelLinear, nn.Linear):
         if self.split_input:
             input = split_columns(input, self.shards["weight"], self.in_dim, self.tp)
         tokens = self.tokens
-        if tokens is not None and tokens.layout is not None:
+        if tokens is not None and tokens.scatters:
             return self.multiply_scattered(input, tokens)
         return self.multiply(input, leaves=True)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -38,6 +39,8 @@ from ..kernels.moves import BY_SIZE, Moves
 from .product import watches_operations
 
 MOST_LAYOUTS = 256  # of forwards, whose description is kept
+# The modules that run with a part in streams, one inside another: what a checkpoint that is made there needs to know.
+RUNNING: ContextVar[tuple[Any, ...]] = ContextVar("autotp_running", default=())
 LEAST_BYTES = 1 << 20  # of a rank's rows of one activation, below which "auto" does not deal them
 
 
@@ -54,6 +57,16 @@ class Layout(NamedTuple):
         return (*[1] * (len(self.lead) - 1), self.share)
 
 
+class Moment(NamedTuple):
+    """Where a forward is in a stream, whose attributes these are; of its draws the generator, other state and `apart`."""
+
+    layout: Layout | None
+    joined: Layout | None
+    keeps_whole: bool
+    inside: int
+    draws: tuple[torch.Generator, Tensor, bool] | None
+
+
 @dataclass(frozen=True)
 class TokenPart:
     """What one module does in a stream.
@@ -64,6 +77,8 @@ class TokenPart:
         first: it splits what enters; gathers: it gathers it.
         slices, joins: its output is whole, and dealt on return; or dealt, and gathered.
         summed: names, dotted below it, of parameters that dealt rows read.
+        scatters: of one that gathers: the row linears below it whose sums are scattered.
+        inside: of a layer: the modules below it that gather, and the row linears outside these whose sums are scattered.
         draws: dealt rows draw random numbers in the chain's layers.
     """
 
@@ -75,6 +90,8 @@ class TokenPart:
     slices: bool = False
     joins: bool = False
     summed: tuple[str, ...] = ()
+    scatters: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
     draws: bool = False
 
 
@@ -88,6 +105,7 @@ class TokenStream:
         owners: how many modules run that hold both the layers and what joins the rows again; nothing is dealt outside all of
             them. None where nobody counts.
         suspended: deal nothing: somebody collects what passes between the layers.
+        keeps_whole: row linears leave their sums whole, as the module around them deals what it returns.
         local, full: what was gathered last, while its module runs; gathering: that module's name.
     """
 
@@ -96,7 +114,7 @@ class TokenStream:
         self.layout: Layout | None = None
         self.joined: Layout | None = None
         self.owners: int | None = None
-        self.suspended = False
+        self.suspended = self.keeps_whole = False
         self.local: Tensor | None = None
         self.full: Tensor | None = None
         self._inside = 0  # how many of its modules are running, one in another
@@ -127,8 +145,8 @@ class TokenStream:
         return Layout(tuple(x.shape[:-1]), rows, -(-rows // size))
 
     @contextmanager
-    def running(self, part: TokenPart, x: Tensor) -> Iterator[None]:
-        """Around a module's forward: which layout `x`, that enters it, has.
+    def running(self, module: Any, part: TokenPart, x: Tensor) -> Iterator[None]:
+        """Around the forward of `module`: which layout `x`, that enters it, has.
 
         A checkpoint runs a module again within backward, perhaps after other forwards: there the layout is that of the forward
         in which `x`'s memory entered.
@@ -151,9 +169,12 @@ class TokenStream:
         if not compiling and not again and (x.requires_grad or torch.is_grad_enabled()):
             self._note(x)
         self._inside = outer + 1
+        token = None if compiling else RUNNING.set((*RUNNING.get(), module))
         try:
             yield
         finally:
+            if token is not None:
+                RUNNING.reset(token)
             self._inside = outer
             if outer == 0 and again:
                 self.layout = before
@@ -199,10 +220,39 @@ class TokenStream:
         self._note(x)
         return x
 
+    def remember(self) -> Moment:
+        """Where the running forward is."""
+        draws = self._draws
+        return Moment(
+            self.layout, self.joined, self._inside, None if draws is None else (draws.generator, draws.other, draws.apart)
+        )
+
+    @contextmanager
+    def going_on(self, moment: Moment) -> Iterator[None]:
+        """Within it the stream is where a forward was; generators are in the state of then already."""
+        before = self.layout, self.joined, self.keeps_whole, self._inside, self._draws
+        self.layout, self.joined, self.keeps_whole, self._inside = moment[:4]
+        self._draws = None if moment.draws is None else Draws(*moment.draws)
+        try:
+            with self.hiding_rows():
+                yield
+        finally:
+            self.layout, self.joined, self.keeps_whole, self._inside, self._draws = before
+
+    @contextmanager
+    def hiding_rows(self) -> Iterator[None]:
+        """Within it what was gathered is a tensor like another, and linears that read it sum its gradient as any other's."""
+        before = self.local, self.full
+        self.local = self.full = None
+        try:
+            yield
+        finally:
+            self.local, self.full = before
+
     def reset(self) -> None:
         """Forget the forward that ran: it has ended, or died half way."""
         self.layout = self.joined = self.local = self.full = self._draws = None
-        self.suspended, self._inside = False, 0
+        self.suspended, self.keeps_whole, self._inside = False, False, 0
 
     # -- moving rows ----------------------------------------------------------------------------------------------------
 
@@ -288,6 +338,20 @@ class TokenStream:
         rows = pad_rows(y.reshape(layout.rows, *rest), self.group.tp_size)
         return scatter_rows_to_group(rows, self.group, dtype).view(*lead, *rest)
 
+    @contextmanager
+    def keeping_whole(self, wanted: bool) -> Iterator[None]:
+        """Within it row linears leave their sums whole if `wanted`."""
+        before, self.keeps_whole = self.keeps_whole, wanted
+        try:
+            yield
+        finally:
+            self.keeps_whole = before
+
+    @property
+    def scatters(self) -> bool:
+        """Whether a row linear's sum is dealt to the ranks now."""
+        return self.layout is not None and not self.keeps_whole
+
     def leave_whole_rows(self) -> None:
         """Partial sums were scattered: what follows in this module reads dealt rows, and draws for those."""
         if self._draws is not None:
@@ -322,7 +386,9 @@ class TokenStream:
         They follow from the default generator's state and the rank, so that what is run again draws the same.
         """
         seed = int(torch.randint(2**62, ()))
-        self._draws = draws = Draws(find_generator(device), seed + self.group.tp_rank)
+        generator = find_generator(device)
+        self._draws = draws = Draws(generator, generator.get_state())
+        generator.manual_seed(seed + self.group.tp_rank)
         try:
             yield
         finally:
@@ -349,12 +415,14 @@ class TokenStream:
 
 
 class Draws:
-    """A generator with two states: what dealt rows draw from, and what all ranks draw from alike."""
+    """A generator with two states: what dealt rows draw from, and what all ranks draw from alike.
 
-    def __init__(self, generator: torch.Generator, seed: int) -> None:
-        """It goes on from `seed`, apart from the other ranks'."""
-        self.generator, self.other, self.apart = generator, generator.get_state(), True
-        generator.manual_seed(seed)
+    Attributes:
+        apart: whether it is in the first of them; other: the state that it is not in.
+    """
+
+    def __init__(self, generator: torch.Generator, other: Tensor, apart: bool = True) -> None:
+        self.generator, self.other, self.apart = generator, other, apart
 
     def switch(self, apart: bool) -> None:
         """Go on in that state."""

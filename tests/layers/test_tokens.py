@@ -39,7 +39,8 @@ def test_draws_go_on_where_each_state_was():
     generator = torch.Generator().manual_seed(3)
     alike = [float(torch.rand((), generator=torch.Generator().manual_seed(3)))]
     apart = torch.rand(2, generator=torch.Generator().manual_seed(5))
-    draws, seen = Draws(generator, 5), []
+    draws, seen = Draws(generator, generator.get_state()), []
+    generator.manual_seed(5)
     for to_apart in (True, False, True):
         draws.switch(apart=to_apart)
         seen.append(float(torch.rand((), generator=generator)))
