@@ -35,8 +35,10 @@ from .load import build_empty, find_checkpoint, find_dtype, read_kept_plan
 from .plan import Plan
 from .rules import check_mode, hints_of, make_plan, reuse_plan
 from .swap import make_plain, rewrite_modules
+from .threads import young_garbage
 
 
+@young_garbage()
 def parallelize(
     model: nn.Module,
     group_or_mesh: Any = None,
@@ -98,6 +100,7 @@ def parallelize(
     return model
 
 
+@young_garbage()
 def from_pretrained(
     path: str,
     group_or_mesh: Any = None,
