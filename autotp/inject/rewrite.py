@@ -118,6 +118,9 @@ def from_pretrained(
 ) -> nn.Module:
     """`parallelize` of a checkpoint, of which each rank reads only its own slices.
 
+    On the CPU what is one run of a safetensors file's bytes, in its dtype, stays in the mapped file, as transformers leaves it:
+    the files may be replaced or removed while the model lives, but not written over in place or truncated.
+
     Args:
         path: a hub id; a directory with config.json and safetensors or `pytorch_model.bin` files, or one that `autotp shard`
             made; a GGUF file, or a directory with one, which is dequantized to `dtype`.
