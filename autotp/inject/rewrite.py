@@ -37,8 +37,10 @@ from .load import build_empty, find_checkpoint, find_dtype, read_kept_plan
 from .plan import Plan
 from .rules import check_mode, hints_of, make_plan, reuse_plan
 from .swap import make_plain, rewrite_modules
+from .threads import young_garbage
 
 
+@young_garbage()
 def parallelize(
     model: nn.Module,
     group_or_mesh: Any = None,
@@ -100,6 +102,7 @@ def parallelize(
     return model
 
 
+@young_garbage()
 def from_pretrained(
     path: str,
     group_or_mesh: Any = None,
@@ -116,6 +119,9 @@ def from_pretrained(
     trust_remote_code: bool = False,
 ) -> nn.Module:
     """`parallelize` of a checkpoint, of which each rank reads only its own slices.
+
+    On the CPU what is one run of a safetensors file's bytes, in its dtype, stays in the mapped file, as transformers leaves it:
+    the files may be replaced or removed while the model lives, but not written over in place or truncated.
 
     Args:
         path: a hub id; a directory with config.json and safetensors or `pytorch_model.bin` files, or one that `autotp shard`
