@@ -223,9 +223,8 @@ class TokenStream:
     def remember(self) -> Moment:
         """Where the running forward is."""
         draws = self._draws
-        return Moment(
-            self.layout, self.joined, self._inside, None if draws is None else (draws.generator, draws.other, draws.apart)
-        )
+        state = None if draws is None else (draws.generator, draws.other, draws.apart)
+        return Moment(self.layout, self.joined, self.keeps_whole, self._inside, state)
 
     @contextmanager
     def going_on(self, moment: Moment) -> Iterator[None]:
