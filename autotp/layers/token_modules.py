@@ -14,7 +14,6 @@ from ..collectives import sum_together
 from ..comm import TPGroup
 from ..errors import PlanError
 from .base import TensorParallel_Layer, insert_class
-from .product import watches_operations
 from .tokens import TokenPart, TokenStream, map_first
 
 
@@ -41,7 +40,7 @@ class TokenModule(TensorParallel_Layer):
                 output = super().forward(*args, **kwargs)
             else:
                 args, kwargs = enter_module(part, args, kwargs)
-                output = leave_module(part, run_dealt(self, x, super().forward, args, kwargs))
+                output = leave_module(part, run_dealt(self, super().forward, args, kwargs))
             if not part.gathers:
                 stream.note_output(output)
         if part.joins and stream.layout is not None:
@@ -66,7 +65,7 @@ def enter_module(part: TokenPart, args: tuple[Any, ...], kwargs: dict[str, Any])
     return args, kwargs
 
 
-def run_dealt(module: Any, x: Tensor, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_dealt(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The module's own forward: what it reads and draws as dealt rows, or whole ones, need it."""
     part: TokenPart = module.autotp_tokens
     stream = part.stream
@@ -77,8 +76,8 @@ def run_dealt(module: Any, x: Tensor, forward: Callable[..., Any], args: tuple[A
         finally:
             stream.local = stream.full = None
     with read_summed(module, part):
-        if part.draws and module.training and not watches_operations():  # ranks that are threads have one generator
-            with stream.drawing_apart(x.device):
+        if part.draws and module.training:
+            with stream.drawing_apart():
                 return forward(*args, **kwargs)
         return forward(*args, **kwargs)
 
