@@ -174,7 +174,7 @@ def check_model(group, kind):
         again = train_once(model, call, 1)
         assert set(again) == set(first)
         for name, grad in first.items():
-            torch.testing.assert_close(again[name], grad, msg=lambda text, name=name: f"{name}, {reentrant=}: {text}")
+            assert (again[name] - grad).abs().max() <= 1e-5 * grad.abs().max() + 1e-7, (name, reentrant)
     assert all(not draws.frames for draws in {m.autotp_draws.draws for m in model.modules() if isinstance(m, DrawModule)})
 
 
