@@ -16,7 +16,6 @@ from ..errors import PlanError
 from .base import TensorParallel_Layer, insert_class
 from .entry import asks_for
 from .overlap import OverlapOptions
-from .product import watches_operations
 from .tokens import TokenPart, TokenStream, map_first
 
 
@@ -45,7 +44,7 @@ class TokenModule(TensorParallel_Layer):
                 args, kwargs = enter_module(part, args, kwargs)
                 whole = bool(part.scatters and find_wrapped(self, part, part.scatters))
                 with stream.keeping_whole(whole):
-                    output = run_dealt(self, x, super().forward, args, kwargs)
+                    output = run_dealt(self, super().forward, args, kwargs)
                 output = leave_module(part, output, part.slices or whole)
             if not part.gathers:
                 stream.note_output(output)
@@ -71,7 +70,7 @@ def enter_module(part: TokenPart, args: tuple[Any, ...], kwargs: dict[str, Any])
     return args, kwargs
 
 
-def run_dealt(module: Any, x: Tensor, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_dealt(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The module's own forward: what it reads and draws as dealt rows, or whole ones, need it."""
     part: TokenPart = module.autotp_tokens
     stream = part.stream
@@ -83,10 +82,10 @@ def run_dealt(module: Any, x: Tensor, forward: Callable[..., Any], args: tuple[A
                 return forward(*args, **kwargs)
         finally:
             stream.local = stream.full = None
-    draws = part.draws and module.training and not watches_operations()  # ranks that are threads have one generator
+    draws = part.draws and module.training
     if not draws and not part.inside and not (part.summed and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    with read_summed(module, part), stream.drawing_apart(x.device) if draws else nullcontext():
+    with read_summed(module, part), stream.drawing_apart() if draws else nullcontext():
         return forward(*args, **kwargs)
 
 

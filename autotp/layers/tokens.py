@@ -18,6 +18,7 @@ does what it does without.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from ..errors import AutoTPError, PlanError
 from ..exchange import find_exchange
 from ..kernels.dealt import Dealt
 from ..kernels.moves import BY_SIZE, Moves
+from .draws import Draws, Frame, FrameState
 from .product import watches_operations
 
 MOST_LAYOUTS = 256  # of forwards, whose description is kept
@@ -58,13 +60,14 @@ class Layout(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Where a forward is in a stream, whose attributes these are; of its draws the generator, other state and `apart`."""
+    """Where a forward is in a stream, whose attributes these are; `place`: of its own frame among those that are open."""
 
     layout: Layout | None
     joined: Layout | None
     keeps_whole: bool
     inside: int
-    draws: tuple[torch.Generator, Tensor, bool] | None
+    frames: list[FrameState]
+    place: int | None
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,8 @@ class TokenStream:
         local, full: what was gathered last, while its module runs; gathering: that module's name.
     """
 
-    def __init__(self, group: TPGroup, mode: bool | str) -> None:
-        self.group, self.mode = group, mode
+    def __init__(self, group: TPGroup, mode: bool | str, draws: Draws | None = None) -> None:
+        self.group, self.mode, self.draws = group, mode, draws or Draws(group)
         self.layout: Layout | None = None
         self.joined: Layout | None = None
         self.owners: int | None = None
@@ -122,12 +125,12 @@ class TokenStream:
         self.specs: dict[str, tuple[Any, Any]] = {}  # of row linears, by their names: what each was made of, and the spec
         self._known: dict[Any, tuple[StorageWeakRef, Layout | None]] = {}  # memory that entered modules
         self._most = 1024
-        self._draws: Draws | None = None
+        self._frame: Frame | None = None  # of what dealt rows draw
         self.gathering = ""  # the module that gathers
         self._readers: dict[str, Any] = {}  # weak: the linears that read first what a module gathered, by its name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenStream:
-        twin = memo[id(self)] = TokenStream(self.group, self.mode)
+        twin = memo[id(self)] = TokenStream(self.group, self.mode, copy.deepcopy(self.draws, memo))
         twin.owners = None if self.owners is None else 0
         return twin
 
@@ -162,7 +165,7 @@ class TokenStream:
             self.layout = self._recall(part, x)
         elif part.first:
             self._check_begins(part, x)
-            self.layout = None if part.draws and compiling else self.choose(x)  # a compiler draws alike on all ranks
+            self.layout = self.choose(x)
             self.joined = None
         elif self.joined is not None and self.layout is None and tuple(x.shape[:-1]) == self.joined.dealt:
             self.layout = self.joined
@@ -222,21 +225,21 @@ class TokenStream:
 
     def remember(self) -> Moment:
         """Where the running forward is."""
-        draws = self._draws
-        state = None if draws is None else (draws.generator, draws.other, draws.apart)
-        return Moment(self.layout, self.joined, self.keeps_whole, self._inside, state)
+        frames = self.draws.remember()
+        place = None if self._frame is None else self._frame.frames.index(self._frame)
+        return Moment(self.layout, self.joined, self.keeps_whole, self._inside, frames, place)
 
     @contextmanager
     def going_on(self, moment: Moment) -> Iterator[None]:
         """Within it the stream is where a forward was; generators are in the state of then already."""
-        before = self.layout, self.joined, self.keeps_whole, self._inside, self._draws
+        before = self.layout, self.joined, self.keeps_whole, self._inside, self._frame
         self.layout, self.joined, self.keeps_whole, self._inside = moment[:4]
-        self._draws = None if moment.draws is None else Draws(*moment.draws)
         try:
-            with self.hiding_rows():
+            with self.draws.going_on(moment.frames) as frames, self.hiding_rows():
+                self._frame = None if moment.place is None else frames[moment.place]
                 yield
         finally:
-            self.layout, self.joined, self.keeps_whole, self._inside, self._draws = before
+            self.layout, self.joined, self.keeps_whole, self._inside, self._frame = before
 
     @contextmanager
     def hiding_rows(self) -> Iterator[None]:
@@ -250,7 +253,7 @@ class TokenStream:
 
     def reset(self) -> None:
         """Forget the forward that ran: it has ended, or died half way."""
-        self.layout = self.joined = self.local = self.full = self._draws = None
+        self.layout = self.joined = self.local = self.full = self._frame = None
         self.suspended, self.keeps_whole, self._inside = False, False, 0
 
     # -- moving rows ----------------------------------------------------------------------------------------------------
@@ -353,8 +356,11 @@ class TokenStream:
 
     def leave_whole_rows(self) -> None:
         """Partial sums were scattered: what follows in this module reads dealt rows, and draws for those."""
-        if self._draws is not None:
-            self._draws.switch(apart=True)
+        frame = self._frame
+        if frame is not None:
+            for inside in frame.frames[frame.frames.index(frame) + 1 :]:
+                inside.switch(apart=False)
+            frame.switch(apart=True)
 
     def find_local(self, x: Tensor) -> Tensor | None:
         """The rows that `x` was gathered from; None if it was not gathered last."""
@@ -379,69 +385,36 @@ class TokenStream:
     # -- random numbers -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def drawing_apart(self, device: torch.device) -> Iterator[None]:
-        """Random numbers drawn inside are each rank's own; the default generators end alike on all ranks.
-
-        They follow from the default generator's state and the rank, so that what is run again draws the same.
-        """
-        seed = int(torch.randint(2**62, ()))
-        generator = find_generator(device)
-        self._draws = draws = Draws(generator, generator.get_state())
-        generator.manual_seed(seed + self.group.tp_rank)
-        try:
-            yield
-        finally:
-            draws.switch(apart=False)
-            self._draws = None
+    def drawing_apart(self) -> Iterator[None]:
+        """Random numbers drawn inside are each rank's own; the default generators end alike on all ranks."""
+        with self.draws.open(self.group.tp_rank) as frame:
+            self._frame = frame
+            try:
+                yield
+            finally:
+                self._frame = None
 
     @property
     def draws_apart(self) -> bool:
         """Whether dealt rows draw each rank's own random numbers now."""
-        return self._draws is not None
+        return self._frame is not None
 
     @contextmanager
     def drawing_together(self) -> Iterator[None]:
         """Inside it, what is drawn is drawn alike on all ranks again, until rows are scattered."""
-        draws = self._draws
-        if draws is None:
-            yield
-            return
-        draws.switch(apart=False)
+        frame = self._frame
+        if frame is not None:
+            frame.switch(apart=False)
         try:
             yield
         finally:
-            draws.switch(apart=True)
-
-
-class Draws:
-    """A generator with two states: what dealt rows draw from, and what all ranks draw from alike.
-
-    Attributes:
-        apart: whether it is in the first of them; other: the state that it is not in.
-    """
-
-    def __init__(self, generator: torch.Generator, other: Tensor, apart: bool = True) -> None:
-        self.generator, self.other, self.apart = generator, other, apart
-
-    def switch(self, apart: bool) -> None:
-        """Go on in that state."""
-        if apart is not self.apart:
-            now = self.generator.get_state()
-            self.generator.set_state(self.other)
-            self.other, self.apart = now, apart
+            if frame is not None:
+                frame.switch(apart=True)
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
     """The memory of `x`; micro-batches may be views of one storage."""
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape
-
-
-def find_generator(device: torch.device) -> torch.Generator:
-    """The default generator of a device."""
-    if device.type == "cpu":
-        return torch.default_generator
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
 
 
 def map_first(output: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
