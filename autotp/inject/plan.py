@@ -20,6 +20,7 @@ from .describe import describe_plan, fold_name
 
 __all__ = [
     "Chain",
+    "DrawPlan",
     "Fusion",
     "InputPlan",
     "ModulePlan",
@@ -107,6 +108,26 @@ class TokenPlan:
     leaves: str = ""
     summed: tuple[str, ...] = ()
     draws: bool = False
+
+
+@dataclass(frozen=True)
+class DrawPlan:
+    """What a module does about random numbers while it trains; names without one draw as the module around them.
+
+    Attributes:
+        name: full module name.
+        inside: "apart": each rank draws its own numbers in it; "either": alike, until a module in it says otherwise; "alike".
+        after: how the draws behind it in the module around it go on: "apart", "alike" or "" as before.
+        parts: rank -> a number that ranks which draw alike share.
+        rates: the attributes by which it drops ("config.attention_dropout", "p"); where all are 0, nothing is done. Empty: not
+            known.
+    """
+
+    name: str
+    inside: str = ""
+    after: str = ""
+    parts: tuple[int, ...] = ()
+    rates: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -263,6 +284,7 @@ class Plan:
         sequence_parallel: False, True (tokens are dealt where there are as many as ranks) or "auto" (where they are many enough).
         products: where FP8 was asked for, how each linear multiplies.
         chains: the layers between whose regions tokens are dealt; tokens: why not of others, if they were asked for.
+        draws: which modules draw random numbers on split values, and are each rank's own then.
     """
 
     tp_size: int
@@ -281,6 +303,7 @@ class Plan:
     chains: tuple[Chain, ...] = ()
     tokens: str = ""
     products: tuple[ProductPlan, ...] = ()
+    draws: tuple[DrawPlan, ...] = ()
 
     def __getitem__(self, name: str) -> ModulePlan:
         return self.by_name[name]
@@ -366,10 +389,10 @@ class Plan:
                 ProductPlan(**{**entry, "recipe": entry["recipe"] and Recipe(**entry["recipe"])})
                 for entry in data.pop("products", ())
             )
+            draws = tuple(DrawPlan(**{k: _tuples(v) for k, v in entry.items()}) for entry in data.pop("draws", ()))
             rest = {k: _tuples(v) for k, v in data.items() if k not in ("modules", "regions", "whole")}
-            return cls(
-                modules=tuple(modules), regions=regions, whole=whole, fused=fused, chains=chains, products=products, **rest
-            )
+            rest |= {"chains": chains, "products": products, "draws": draws}
+            return cls(modules=tuple(modules), regions=regions, whole=whole, fused=fused, **rest)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"this is not a plan that Plan.to_json wrote: {error!r}") from error
 

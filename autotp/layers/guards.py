@@ -5,6 +5,7 @@
 | `torch.nn.utils.clip_grad_norm_`, `get_total_norm` | each rank clips by its own norm |
 | `GradScaler._unscale_grads_` | a rank skips a step that the others take |
 | `Optimizer.step` (a pre-hook) | whole-matrix optimizers train another model; old state has the wrong shape |
+| `torch.utils.checkpoint`'s two kinds (in recompute.py) | a part of a dealt layer runs again without knowing its rows |
 | `DistributedDataParallel`, FSDP 1 and 2 | rank 0's shards are copied over the others', or their gradients averaged |
 
 What is wrapped in transformers and accelerate is in `integrations.py`. A reference such as
@@ -28,6 +29,7 @@ from .base import _holder_of, sharded_modules
 from .clip import clip_grad_norm_, grad_norm, groups_of
 from .integrations import Save, install_integrations, replace
 from .optimizers import check_optimizer
+from .recompute import install_recompute
 
 _installed = False
 _checked: weakref.WeakSet = weakref.WeakSet()  # optimizers that hold shards and were found fit
@@ -48,6 +50,7 @@ def install_guards(save: Save | None = None) -> None:
     _wrap_grad_scaler()
     register_optimizer_step_pre_hook(_check_step)
     _wrap_data_parallel()
+    install_recompute()
     install_integrations(save)
 
 

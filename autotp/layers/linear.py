@@ -25,20 +25,21 @@ from ..collectives import (
     copy_to_group,
     keep_on_first,
     reduce_owned_from_group,
-    split_to_group,
+    split_columns_to_group,
     sum_copies,
 )
 from ..comm import TPGroup, resolve_group
 from ..errors import PlanError
-from ..exchange import Gather
+from ..exchange import Gather, find_exchange
 from ..kernels import few_rows
-from ..kernels.dealt import multiply_gathered, multiply_scattered
+from ..kernels.dealt import Dealt, multiply_gathered, multiply_scattered
 from ..kernels.dispatch import Problem, select
 from ..kernels.main_grad import into_main_grad
+from ..kernels.moves import BY_SIZE
 from ..kernels.product import ProductSpec, multiply, multiply_uncompiled
 from ..shard import Cut, Shard
 from .base import TensorParallel_Layer, insert_class
-from .embedding import column_shard, gather_columns
+from .embedding import gather_columns
 from .fp8 import Scaling
 from .overlap import OverlapOptions, choose_moves, deal_sums, read_symmetric, refuse_copies
 from .pending import pend
@@ -136,9 +137,9 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
         scaling = None if self.scaling is None or few_rows.fits(x, weight, bias) else self.scaling
-        stored = self._buffers.get("weight_scale")
         if scaling is not None:
             refuse_copies([self])
+            stored = self._buffers.get("weight_scale")
             if stored is not None:
                 return self._multiply_stored(scaling, x, stored, enters and wanted, leaves)
             if wanted:
@@ -196,24 +197,31 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
         if scaling is not None:
             refuse_copies([self])
             if scaling.gathers_values and "weight_scale" not in self._buffers and not watches_operations() and x.ndim > 1:
-                layout = tokens.describe(x, self.reduce_dtype)
+                layout = tokens.describe(x, self.reduce_dtype, BY_SIZE)
                 rows = x.reshape(-1, x.shape[-1])
                 y = scaling.multiply_scattered(self._make_spec(), rows, self.weight, self.reduce_dtype)
                 tokens.leave_whole_rows()
                 return self.add_bias_of_rows(y.view(*layout.local_shape, -1))
         if watches_operations() or x.ndim < 2 or self.scaling is not None:
             return self.add_bias_of_rows(tokens.scatter(self.multiply_partial(x), self.reduce_dtype))
-        dealt = tokens.describe(x, self.reduce_dtype)
-        spec = self._make_spec()._replace(dealt=dealt._replace(moves=choose_moves([self], dealt.exchange)))
-        y = multiply_scattered(spec, x, self.weight)
+        dealt = tokens.describe(x, self.reduce_dtype, choose_moves([self], find_exchange(self.tp)))
+        y = multiply_scattered(self._dealt_spec(tokens, dealt), x, self.weight)
         tokens.leave_whole_rows()
         return self.add_bias_of_rows(y)
 
     def multiply_gathered(self, x: Tensor, local: Tensor, tokens: TokenStream) -> Tensor:
         """`x @ w.T + b`, the gradient summed over the ranks for the rows `local` that `x` was gathered from."""
-        dealt = tokens.describe(x, self.reduce_dtype, Gather(x.detach().reshape(-1, x.shape[-1])))
-        dealt = dealt._replace(moves=choose_moves([self], dealt.exchange))
-        return multiply_gathered(self._make_spec()._replace(dealt=dealt), local, (self.weight,), (self.bias,))[0]
+        dealt = tokens.describe(x, self.reduce_dtype, choose_moves([self], find_exchange(self.tp)))
+        gather = Gather(x.detach().reshape(-1, x.shape[-1]))
+        return multiply_gathered(self._dealt_spec(tokens, dealt), local, (self.weight,), (self.bias,), gather=gather)[0]
+
+    def _dealt_spec(self, tokens: TokenStream, dealt: Dealt) -> ProductSpec:
+        """How this layer multiplies rows that are dealt so; kept with the stream, of which copies of the model have their own."""
+        key = self.run, self.reduce_dtype, self.accumulate_into_main_grad, dealt
+        found = tokens.specs.get(self.full_name)
+        if found is None or found[0] != key:
+            found = tokens.specs[self.full_name] = key, self._make_spec()._replace(dealt=dealt)
+        return found[1]
 
     def _make_spec(self, enters: bool = False, leaves: bool = False) -> ProductSpec:
         accumulates = self.accumulate_into_main_grad
@@ -327,7 +335,7 @@ class LinearAllreduce(ParallelLinear, nn.Linear):
         if self.split_input:
             input = split_columns(input, self.shards["weight"], self.in_dim, self.tp)
         tokens = self.tokens
-        if tokens is not None and tokens.layout is not None:
+        if tokens is not None and tokens.scatters:
             return self.multiply_scattered(input, tokens)
         return self.multiply(input, leaves=True)
 
@@ -399,7 +407,7 @@ def split_columns(x: Tensor, weight: Shard, dim: int, group: TPGroup) -> Tensor:
     """This rank's part of `x` `[..., K]`, whose columns are dealt as `weight` deals its dimension `dim`."""
     cut = next(cut for cut in weight.cuts if cut.dim == dim)
     flat = x.reshape(-1, x.shape[-1])
-    local = split_to_group(flat, group, column_shard(flat.shape[0], x.shape[-1], cut))
+    local = split_columns_to_group(flat, group, cut)
     return local.view(*x.shape[:-1], local.shape[-1])
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..collectives import copy_to_group
 from ..comm import TPGroup
-from ..exchange import Exchange, Gather
+from ..exchange import Exchange, Gather, find_exchange
 from ..kernels import few_rows
 from ..kernels.autocast import autocast_dtype
 from ..kernels.dealt import Dealt, multiply_gathered
@@ -33,7 +33,7 @@ from ..kernels.product import Merged, ProductSpec, multiply
 from .fp8 import Scaling
 from .overlap import choose_moves, deal_sums, refuse_copies
 from .product import make_spec, watches_operations
-from .side_by_side import ALIGNMENT_BYTES, Laid, can_lie, find_place, lay_together
+from .side_by_side import ALIGNMENT_BYTES, Laid, can_lie, find_place, is_foreign, lay_together
 from .tokens import TokenStream
 
 
@@ -60,6 +60,7 @@ class SiblingInput:
         self.group, self.members, self.reduce_dtype, self.tokens = group, members, reduce_dtype, tokens
         self._slots: list[Any] = [lambda: None] * members  # weak: a copy of one member is a member of no group
         self._spec: ProductSpec | None = None
+        self._dealt: tuple[ProductSpec, Dealt, ProductSpec] | None = None  # the last one, and what it was made of
         self._laid: Laid | None = None
         self.scaling: Scaling | None = None
         self._stored: tuple[Any, Tensor] | None = None
@@ -113,6 +114,11 @@ class SiblingInput:
         layers = [slot() for slot in self._slots]
         if params is not None and can_lie(params[0]) and all(_keeps_alignment(layer) for layer in layers):
             self._laid = lay_together(*params)
+
+    def lies_in_file(self) -> bool:
+        """Whether a member's weight lies in memory that torch did not allocate: in a mapped checkpoint, say."""
+        params = self._read_parameters()
+        return params is not None and any(is_foreign(weight) for weight in params[0])
 
     def follow(self, moved: bool) -> None:
         """After a member's data was converted or moved: let go of the old memory, and lay the new when all have moved."""
@@ -235,20 +241,23 @@ class SiblingInput:
             return multiply(spec, x, weights, biases, merged)
         tokens.note_reader(self)
         gather = Gather(x.detach().view(-1, x.shape[-1]))
-        return multiply_gathered(self._deal(spec, tokens.describe(x, self.reduce_dtype, gather)), local, weights, biases, merged)
+        dealt = tokens.describe(x, self.reduce_dtype, self.choose_moves(find_exchange(self.group)))
+        return multiply_gathered(self._deal(spec, dealt), local, weights, biases, merged, gather)
 
     def _deal(self, spec: ProductSpec, dealt: Dealt) -> ProductSpec:
-        return spec._replace(sum_input=None, dealt=dealt._replace(moves=self.choose_moves(dealt.exchange)))
+        if self._dealt is None or self._dealt[0] is not spec or self._dealt[1] is not dealt:
+            self._dealt = spec, dealt, spec._replace(sum_input=None, dealt=dealt)
+        return self._dealt[2]
 
     def choose_moves(self, exchange: Exchange) -> Moves:
         """Which way rows move in this call, as the members' options say."""
         return choose_moves([layer for slot in self._slots if (layer := slot()) is not None], exchange)
 
-    def begin_ahead(self, local: Tensor, gather: Gather) -> Callable[[Tensor], None] | None:
+    def begin_ahead(self, local: Tensor, gather: Gather, moves: Moves) -> Callable[[Tensor], None] | None:
         """Compute all members' outputs of rows that are still on their way.
 
         Args:
-            local: this rank's rows; gather: what brings the others'.
+            local: this rank's rows; gather: what brings the others'; moves: which way.
 
         Returns:
             what is to be told the tensor of all rows, by which the members will ask; None if they compute when they are called.
@@ -263,9 +272,8 @@ class SiblingInput:
         wants = grad and (local.requires_grad or any(t is not None and t.requires_grad for t in (*weights, *laid.biases)))
         if self._stays_alone(wants) or (dtype is not None and not wants):
             return None
-        spec = self._spec or self._make_spec()
-        spec = self._deal(spec, tokens.describe(local, self.reduce_dtype, gather))
-        outputs = multiply_gathered(spec, local, weights, laid.biases, laid.merge())
+        spec = self._deal(self._spec or self._make_spec(), tokens.describe(local, self.reduce_dtype, moves))
+        outputs = multiply_gathered(spec, local, weights, laid.biases, laid.merge(), gather)
 
         def hold(full: Tensor) -> None:
             self._round = _Round(full, grad, dtype, wants, weights, outputs)
@@ -366,11 +374,15 @@ class _Round:
 
 
 def lay_siblings(model: nn.Module) -> None:
-    """Move the weights of each group of siblings below `model` side by side; their Parameters stay the objects they are."""
+    """Move the weights of each group of siblings below `model` side by side; their Parameters stay the objects they are.
+
+    What lies in a mapped file stays there: one product in place of a few would cost the CPU a copy of the weights.
+    """
     groups = {id(g): g for g in (m.__dict__.get("siblings") for m in model.modules()) if isinstance(g, SiblingInput)}
     for group in groups.values():
-        group.lay()
-        trim_heap()
+        if not group.lies_in_file():
+            group.lay()
+            trim_heap()
     if groups and torch.cuda.is_available():
         torch.cuda.empty_cache()  # the old memory lies in pieces that the next allocation, a larger one, can't use
 
