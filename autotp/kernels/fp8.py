@@ -109,7 +109,7 @@ def quantise(
 def turn(operand: Quantised) -> Quantised:
     """`[R, C]` with one scale for all of it, to be summed over its rows: `[C, R]`, R padded with zeros to a multiple."""
     values, scale, scaling = operand
-    problem = Problem("turn_values", values.device.type, torch.float32, scaling, *values.shape)
+    problem = Problem("turn_values", values.device.type, torch.float32, scaling, values.shape[0], values.shape[1])
     return Quantised(select(problem)(values, scaling), scale, scaling)
 
 
