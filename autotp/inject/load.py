@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -61,12 +62,19 @@ def _hint_trust(error: BaseException) -> str:
     return " With autotp it is from_pretrained(path, trust_remote_code=True)." if "trust_remote_code" in str(error) else ""
 
 
-def find_class(config: Any, source: CheckpointSource, trust_remote_code: bool = False) -> type[nn.Module]:
-    """The class of transformers that a config names, or, where that is trusted, of the code beside it.
+def find_class(
+    config: Any, source: CheckpointSource, trust_remote_code: bool = False, model_class: Any = None
+) -> type[nn.Module]:
+    """The class of transformers that a config names, or, where that is trusted, of the code beside it; or `model_class`.
 
     Raises:
-        CheckpointError: there is no such class.
+        CheckpointError: there is no such class, or `model_class`, one of the Auto classes, has none for the config.
     """
+    if model_class is not None:
+        mapping = getattr(model_class, "_model_mapping", None)
+        if mapping is not None and type(config) not in mapping:
+            raise CheckpointError(f"{model_class.__name__} has no class for a {type(config).__name__}: name the class itself")
+        return model_class if mapping is None else mapping[type(config)]
     names = [name for name in getattr(config, "architectures", None) or [] if isinstance(name, str)]
     for name in names:
         found = getattr(transformers, name, None)
@@ -83,12 +91,14 @@ def find_class(config: Any, source: CheckpointSource, trust_remote_code: bool = 
     )
 
 
-def find_dtype(source: CheckpointSource, dtype: torch.dtype | str | None, trust_remote_code: bool = False) -> torch.dtype | None:
+def find_dtype(
+    source: CheckpointSource, dtype: torch.dtype | str | None, trust_remote_code: bool = False, config: Any = None
+) -> torch.dtype | None:
     """The dtype of floating-point parameters: "auto" is the config's, or else that of what is stored; None is the config's."""
     if dtype == "auto" and isinstance(source, GGUFSource):
         return torch.float32
     if dtype == "auto":
-        found = getattr(read_config(source, trust_remote_code), "dtype", None)
+        found = getattr(config or read_config(source, trust_remote_code), "dtype", None)
         if isinstance(found, torch.dtype):
             return found
         floating = [source.dtype(name) for name in sorted(source.names()) if source.dtype(name).is_floating_point]
@@ -96,10 +106,16 @@ def find_dtype(source: CheckpointSource, dtype: torch.dtype | str | None, trust_
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def build_empty(source: CheckpointSource, dtype: torch.dtype | None, trust_remote_code: bool = False) -> nn.Module:
-    """The checkpoint's model: parameters on meta in `dtype`, buffers real, generation config as saved."""
-    config = read_config(source, trust_remote_code)
-    cls = find_class(config, source, trust_remote_code)
+def build_empty(
+    source: CheckpointSource,
+    dtype: torch.dtype | None,
+    trust_remote_code: bool = False,
+    model_class: Any = None,
+    config: Any = None,
+) -> nn.Module:
+    """The checkpoint's model, or `model_class`'s: parameters on meta in `dtype`, buffers real, generation config as saved."""
+    config = copy.deepcopy(config) or read_config(source, trust_remote_code)
+    cls = find_class(config, source, trust_remote_code, model_class)
     with empty_weights():
         model = cls._from_config(config, dtype=dtype) if dtype is not None else cls._from_config(config)
     model.tie_weights()  # accelerate gives every name a Parameter of its own
