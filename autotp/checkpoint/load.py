@@ -258,6 +258,15 @@ def _check_buffers(model: nn.Module, keys: dict[str, tuple[str, ...]]) -> None:
         )
 
 
+def widen_exceptions(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Give the parameters of a model on meta in `dtype` that transformers keeps in a wider one that."""
+    keep = _dtype_exceptions(model, dtype)
+    for name, parameter in model.named_parameters(remove_duplicate=False) if keep else ():
+        wanted = next((wide for pattern, wide in keep if pattern.search(name)), None)
+        if wanted is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(wanted)
+
+
 def _dtype_exceptions(model: nn.Module, dtype: torch.dtype | None) -> DtypeExceptions:
     """Name patterns of what transformers keeps in a wider dtype than the one asked for."""
     names = set()

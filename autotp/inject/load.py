@@ -16,6 +16,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..checkpoint.gguf_tensors import GGUFSource
+from ..checkpoint.load import widen_exceptions
 from ..checkpoint.open import CheckpointSource
 from ..checkpoint.sharded import ShardedSource
 from ..errors import CheckpointError, PlanError
@@ -119,6 +120,7 @@ def build_empty(
     with empty_weights():
         model = cls._from_config(config, dtype=dtype) if dtype is not None else cls._from_config(config)
     model.tie_weights()  # accelerate gives every name a Parameter of its own
+    widen_exceptions(model, dtype or getattr(model.config, "dtype", None))
     if (Path(source.directory) / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         model.generation_config = GenerationConfig.from_pretrained(source.directory)
     return model

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.initialization import no_init_weights
 
 import autotp
@@ -23,6 +23,7 @@ from autotp.checkpoint.load import fill_from_source
 from autotp.checkpoint.source import SINGLE_NAME, ModuleSource, SafetensorsSource
 from autotp.comm import TPGroup
 from autotp.errors import AutoTPError, CheckpointError
+from autotp.inject.load import build_empty
 from autotp.shard import Shard
 from tests.layers.regions import Net, plan_of
 
@@ -113,6 +114,18 @@ def test_dtype_is_converted_while_reading(tmp_path):
     assert halved.model.norm.weight.dtype == torch.float32
     assert halved.model.layers[0].input_layernorm.weight.dtype == torch.bfloat16
     assert halved.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_what_transformers_keeps_in_float32_stays_there(tmp_path):
+    settings = dict(d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=2, vocab_size=37)
+    T5ForConditionalGeneration(T5Config(**settings)).save_pretrained(tmp_path)
+    expected = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
+    with SafetensorsSource(tmp_path) as source:
+        model = build_empty(source, torch.float16)
+        fill_from_source(model, whole(), source, alone())
+    assert model.shared.weight is model.encoder.embed_tokens.weight
+    found = {name: value.dtype for name, value in model.state_dict().items()}
+    assert found == {name: value.dtype for name, value in expected.state_dict().items()} and len({*found.values()}) == 2
 
 
 class Buffered(nn.Module):
