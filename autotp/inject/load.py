@@ -23,6 +23,8 @@ from ..errors import CheckpointError, PlanError
 from .plan import Plan
 from .shadow import empty_weights
 
+_BESIDE = ("*.json", "*.txt", "*.model*", "*.jinja", "*.py", "*.tiktoken", "*.bpe", "*.vocab")  # what comes with weights
+
 
 def find_checkpoint(path: str | os.PathLike) -> Path:
     """Where a checkpoint is: `path` itself, a directory or GGUF file, or the local copy of a hub id (fetched if need be).
@@ -36,9 +38,9 @@ def find_checkpoint(path: str | os.PathLike) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        found = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"]))
+        found = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", *_BESIDE]))
         if not any(found.glob("*.safetensors")):
-            found = Path(snapshot_download(str(path), allow_patterns=["pytorch_model*.bin", "*.json", "*.txt", "*.model"]))
+            found = Path(snapshot_download(str(path), allow_patterns=["pytorch_model*.bin", *_BESIDE]))
         return found
     except Exception as error:  # whatever the hub raises, the reader needs the path and one line
         raise CheckpointError(f"{path} is neither a directory nor a model that the hub gives: {error}") from error

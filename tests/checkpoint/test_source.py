@@ -1,11 +1,12 @@
 """SafetensorsSource: bitwise slices of any layout, and every fault of the files found when it is opened."""
 
 import json
+import shutil
 import struct
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaModel, MixtralConfig, MixtralForCausalLM
 
@@ -93,6 +94,16 @@ def test_digest_tells_checkpoints_apart(saved, tmp_path):
     assert SafetensorsSource(path).digest() == SafetensorsSource(path).digest()
     other = tmp_path / "other"
     tiny_llama(vocab_size=38).save_pretrained(other)
+    assert SafetensorsSource(path).digest() != SafetensorsSource(other).digest()
+
+
+def test_digest_tells_steps_of_one_training_apart(saved, tmp_path):
+    """Of the same names, shapes and files, without checksums: ranks of two machines could hold one each."""
+    _, path = saved
+    other = tmp_path / "other"
+    shutil.copytree(path, other, ignore=lambda *_: ["other"])
+    for file in other.glob("*.safetensors"):
+        save_file({name: value + 1e-3 for name, value in load_file(file).items()}, file, {"format": "pt"})
     assert SafetensorsSource(path).digest() != SafetensorsSource(other).digest()
 
 
