@@ -128,6 +128,7 @@ class TrainingState:
                                       f"must take the same steps with the same options")  # fmt: skip
             writer.agree([each[1] for each in every], places.rank)
             if places.is_main:
+                _refuse_foreign(final)
                 final.parent.mkdir(parents=True, exist_ok=True)
                 clean_up(final)
                 _check_room(final, writer)
@@ -211,6 +212,15 @@ def _find_places(model: nn.Module, dp: Any) -> Places:
             f"hold the same shards of its copies, or dp=False if it has no copies"
         )
     return Places(tp, TPGroup(None, tp.device) if dp is None or dp is False else resolve_group(dp))
+
+
+def _refuse_foreign(final: Path) -> None:
+    """Only a state is replaced by a state: other programs call theirs `checkpoint-STEP` too."""
+    if final.is_dir() and not (final / ABOUT).exists() and (found := sorted(path.name for path in final.iterdir())):
+        held = ", ".join(found[:4])
+        raise CheckpointError(
+            f"{final} is no training state ({held}), which one would replace: name another directory, or move it"
+        )
 
 
 def _check_room(final: Path, writer: TensorWriter) -> None:

@@ -159,6 +159,18 @@ def test_only_the_last_are_kept(saved):
     assert sorted(os.listdir(directory)) == ["checkpoint-5", "checkpoint-6", "checkpoint-9"]  # what comes later is not ours
 
 
+def test_what_is_no_state_is_not_replaced(saved):
+    """Other programs call theirs so too, the transformers Trainer for one."""
+    directory, parts, _ = saved
+    foreign = directory / "checkpoint-4" / "model.safetensors"
+    foreign.parent.mkdir()
+    foreign.write_text("theirs")
+    with pytest.raises(CheckpointError, match=r"checkpoint-4 is no training state \(model\.safetensors\)"):
+        TrainingState(*parts).save(directory, 4)
+    TrainingState(*parts).save(directory, 5, keep_last=1)
+    assert foreign.read_text() == "theirs" and sorted(p.name for p in directory.iterdir()) == ["checkpoint-4", "checkpoint-5"]
+
+
 def test_masters_are_saved_beside_their_weights(tmp_path):
     net = nn.Linear(3, 2).bfloat16()
     masters = {name: param.detach().float().requires_grad_() for name, param in net.named_parameters()}
