@@ -117,18 +117,33 @@ def from_pretrained(
     timeout_s: float = 600,
     dtype: torch.dtype | str | None = "auto",
     trust_remote_code: bool = False,
-) -> nn.Module:
+    model_class: Any = None,
+    config: Any = None,
+    ignore_mismatched_sizes: bool = False,
+    output_loading_info: bool = False,
+) -> Any:
     """`parallelize` of a checkpoint, of which each rank reads only its own slices.
 
     On the CPU what is one run of a safetensors file's bytes, in its dtype, stays in the mapped file, as transformers leaves it:
     the files may be replaced or removed while the model lives, but not written over in place or truncated.
+
+    What the checkpoint lacks (the head of another task, say) is drawn as transformers draws it, equal parts of one whole on all
+    ranks, and transformers' report says so.
 
     Args:
         path: a hub id; a directory with config.json and safetensors or `pytorch_model.bin` files, or one that `autotp shard`
             made; a GGUF file, or a directory with one, which is dequantized to `dtype`.
         dtype: of floating-point parameters; "auto" keeps the checkpoint's; None the config's own.
         trust_remote_code: run the model's own code, if it comes with any.
+        model_class: what to build of the weights where it isn't the class that the config names: a class of transformers, or an
+            Auto class.
+        config: in place of the checkpoint's own.
+        ignore_mismatched_sizes: what has another shape in the checkpoint is drawn as well, instead of refused.
+        output_loading_info: return `(model, info)`, with transformers' `missing_keys`, `unexpected_keys` and `mismatched_keys`.
         The others as in `parallelize`.
+
+    Returns:
+        the model, in evaluation mode.
 
     Raises:
         CheckpointError: a file is missing, truncated or does not fit the model.
@@ -141,18 +156,20 @@ def from_pretrained(
     group.arrive("from_pretrained")
     with group.together("reading the checkpoint's headers"):
         source = open_checkpoint(find_checkpoint(path))
-        wanted = find_dtype(source, dtype, trust_remote_code) if group.tp_rank == 0 else None
+        wanted = find_dtype(source, dtype, trust_remote_code, config) if group.tp_rank == 0 else None
     wanted = group.broadcast_object(wanted)
-    check_alike(group, {"library versions": read_versions()})
+    asked_for = repr((model_class, None if config is None else config.to_dict(), ignore_mismatched_sizes))
+    check_alike(group, {"library versions": read_versions(), "class, config or ignore_mismatched_sizes= arguments": asked_for})
     with source:
         with group.together("making the plan"):
-            model = build_empty(source, wanted, trust_remote_code)
+            model = build_empty(source, wanted, trust_remote_code, model_class, config)
             asked = plan != "auto" or head != "auto" or inputs is not None or attrs is not None or sequence_parallel
             kept = None if asked else read_kept_plan(model, source, group.tp_size)
         made, forwards = plan_together(model, group, plan, head, inputs, attrs, sequence_parallel, kept)
-        fill_from_source(model, made, source, group)
+        info = fill_from_source(model, made, source, group, ignore_mismatched_sizes=ignore_mismatched_sizes)
     finish_rewrite(model, made, group, logits, forwards)
-    return model.eval()
+    model.eval()
+    return (model, info.to_dict()) if output_loading_info else model
 
 
 def unshard(model: nn.Module) -> nn.Module:
