@@ -18,14 +18,16 @@ from .layers.linear_by_size import Linear
 from .layers.main_grad import enable_main_grad
 from .layers.norm_linear import LayerNormLinear
 from .layers.overlap import explain_overlap
+from .layers.profile import profile_names
 from .layers.stream import full_state_dict, load_full_state_dict
 from .shard import Shard
-from .train import clip_grad_norm_, verify
+from .train import DataSampler, clip_grad_norm_, verify
 from .version import __version__
 
 __all__ = [
     "AutoTPError",
     "CheckpointError",
+    "DataSampler",
     "GatherError",
     "GatherReplacedLayerParams",
     "KernelUnsupported",
@@ -52,6 +54,7 @@ __all__ = [
     "load_full_state_dict",
     "make_plan",
     "parallelize",
+    "profile_names",
     "release",
     "save_pretrained",
     "unshard",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from ..generation.install import install_generation
 from ..layers.attention import restore_fast_paths
 from ..layers.base import check_usable, find_group, index_parameters, mark_broken, sharded_modules
 from ..layers.entry import install_entry, remove_entry
-from ..layers.guards import install_guards, mark_model, unmark_model
+from ..layers.fully import refuse_dealt
+from ..layers.guards import install_guards, mark_model, unmark_model, warn_of_states
 from ..layers.siblings import lay_siblings
 from ..layers.token_modules import watch_owners
 from .assemble import read_versions
@@ -80,6 +81,7 @@ def parallelize(
     if find_group(model) is not None:
         raise PlanError(f"this {type(model).__name__} is parallelized already; autotp.unshard(model) makes it plain again")
     check_usable(model)
+    refuse_dealt(model.named_parameters(), "parallelize", "parallelize the plain model first, and call fully_shard after that")
     group = resolve_group(group_or_mesh, timeout_s)
     group.arrive("parallelize")
     with group.together("making the plan"):
@@ -150,7 +152,7 @@ def from_pretrained(
 def unshard(model: nn.Module) -> nn.Module:
     """The inverse of `parallelize`, in place and collective: plain modules that hold whole weights on every rank.
 
-    Parameter objects survive; gradients, which were of shards, are dropped.
+    Parameter objects survive; gradients, which were of shards, are dropped. Warns of optimizers that hold states of shards.
 
     Raises:
         AutoTPError: the model is not parallelized, or is broken.
@@ -159,6 +161,8 @@ def unshard(model: nn.Module) -> nn.Module:
     if group is None:
         raise PlanError(f"this {type(model).__name__} is not parallelized")
     check_usable(model)
+    refuse_dealt(model.named_parameters(), "unshard", "autotp.save_pretrained writes it whole, and plain transformers loads that")
+    warn_of_states(model)
     group.arrive("unshard")
     remove_entry(model)
     unmark_model(model)
@@ -237,8 +241,14 @@ def cut_weights(model: nn.Module, plan: Plan, group: TPGroup) -> None:
 @torch.no_grad()
 def join_weights(model: nn.Module) -> None:
     """Give every sharded Parameter its whole data on every rank, and its module its own class."""
+    join_modules([module for _, module in sharded_modules(model)])
+    restore_fast_paths(model)
+
+
+def join_modules(modules: Iterable[Any]) -> None:
+    """The same for some rewritten modules, which hold all that is tied to theirs."""
     done: dict[int, tuple[Tensor, Any]] = {}  # a part -> itself, kept alive for its id, and what it became
-    for _, module in list(sharded_modules(model)):
+    for module in modules:
         for name, shard in module.shards.items():
             parameter, buffer = module._parameters.get(name), module._buffers.get(name)
             if parameter is not None and id(parameter) not in done:
@@ -250,7 +260,6 @@ def join_weights(model: nn.Module) -> None:
                     done[id(buffer)] = (buffer, module.tp.all_gather(buffer, shard))
                 module._buffers[name] = done[id(buffer)][1]
         make_plain(module)
-    restore_fast_paths(model)
 
 
 def set_data(parameter: nn.Parameter, data: Tensor) -> None:
@@ -272,7 +281,9 @@ def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str, fo
     model.__dict__["autotp_plan"], model.__dict__["autotp_group"] = plan, group
     install_entry(model, group, plan.head, plan.loss, logits)
     model.__dict__["autotp_entry"].handles += watch_owners(model)
-    install_guards(save=save_pretrained)
+    from .resize import resize_embeddings  # it needs what is above
+
+    install_guards(save=save_pretrained, resize=resize_embeddings)
     install_generation()
     mark_model(model, group)
     index_parameters(model)

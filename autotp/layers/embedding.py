@@ -109,6 +109,13 @@ class VocabParallelEmbedding(TensorParallel_Layer, nn.Embedding):
     decoding, where its row is NaN.
     """
 
+    def _fill_padding_idx_with_zero(self) -> None:  # nn.Embedding's reset_parameters would clear a row by its place here
+        if self.padding_idx is not None:
+            start, stop = vocab_range(self.shards["weight"], self.tp.tp_rank, self.full_name)
+            if start <= self.padding_idx < stop:
+                with torch.no_grad():
+                    self.weight[self.padding_idx - start].fill_(0)
+
     def forward(self, input: Tensor) -> Tensor:
         weight, shard = read_local_weight(self), self.shards["weight"]
         start, stop = vocab_range(shard, self.tp.tp_rank, self.full_name)

@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,14 +21,17 @@ from torch import nn
 
 from ..comm import TPGroup
 from ..errors import AutoTPError, CheckpointError
-from .base import find_group
+from .base import find_group, sharded_modules
 from .stream import full_state_dict, map_sharded
 
 Save = Callable[..., None]  # save(model, directory, max_shard_size=..., is_main_process=...)
 
 
-def install_integrations(save: Save | None) -> None:
-    """Wrap transformers' and accelerate's entry points; `save` writes a parallelized model."""
+Resize = Callable[..., nn.Module]  # resize(transformers' method, model, its arguments...)
+
+
+def install_integrations(save: Save | None, resize: Resize | None = None) -> None:
+    """Wrap transformers' and accelerate's entry points; `save` writes a parallelized model, `resize` resizes its embeddings."""
     from accelerate import Accelerator, ParallelismConfig
     from transformers.generation import GenerationMixin
     from transformers.modeling_utils import PreTrainedModel
@@ -35,6 +39,8 @@ def install_integrations(save: Save | None) -> None:
 
     replace(PreTrainedModel, "save_pretrained", functools.partial(_wrap_save_pretrained, save))
     replace(PreTrainedModel, "push_to_hub", _wrap_push_to_hub)
+    replace(PreTrainedModel, "resize_token_embeddings", functools.partial(_wrap_resize, resize))
+    replace(PreTrainedModel, "num_parameters", _wrap_num_parameters)
     replace(GenerationMixin, "_get_static_cache_init_shape", _wrap_static_cache_shape)
     replace(Trainer, "_build_accelerator_args", _wrap_accelerator_args)
     replace(Trainer, "save_model", _wrap_trainer_save)
@@ -109,6 +115,34 @@ def _wrap_push_to_hub(original: Callable) -> Callable:
             self.save_pretrained(nowhere, is_main_process=False)
 
     return push_to_hub
+
+
+def _wrap_resize(resize: Resize | None, original: Callable) -> Callable:
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        if _find_ours(self) is None or not (args or kwargs):
+            return original(self, *args, **kwargs)
+        if resize is None or "autotp_plan" not in self.__dict__:
+            raise AutoTPError(f"resize_token_embeddings of a part of a model that is parallelized: call it of the whole model, "
+                              f"or of the {type(self).__name__} before parallelize")  # fmt: skip
+        return resize(original, self, *args, **kwargs)
+
+    return resize_token_embeddings
+
+
+def _wrap_num_parameters(original: Callable) -> Callable:
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Of the unsharded model."""
+        elsewhere, seen = 0, set()
+        for _, layer in sharded_modules(self):
+            for name, shard in layer.shards.items():
+                parameter = layer._parameters.get(name)
+                counted = parameter is not None and id(parameter) not in seen and (parameter.requires_grad or not only_trainable)
+                if parameter is not None and counted and not (exclude_embeddings and isinstance(layer, nn.Embedding)):
+                    elsewhere += prod(shard.shape) - parameter.numel()
+                seen.add(id(parameter))
+        return original(self, only_trainable, exclude_embeddings) + elsewhere
+
+    return num_parameters
 
 
 def _wrap_static_cache_shape(original: Callable) -> Callable:
