@@ -1,8 +1,8 @@
 """Train a causal model over a grid of GPUs: tensor-parallel rows, data-parallel columns with DistributedDataParallel.
 
-    torchrun --nproc-per-node 4 examples/ddp_2d.py MODEL TEXTS.jsonl --tp 2 --out trained
+    torchrun --nproc-per-node 4 examples/ddp_2d.py --tp 2 --data texts.jsonl
 
-TEXTS.jsonl has one {"text": ...} a line. Without GPUs the ranks are processes on the CPU.
+Without GPUs the ranks are processes on the CPU.
 """
 
 import argparse
@@ -34,10 +34,10 @@ def collate(samples):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("model")
-    parser.add_argument("data")
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--data", default="texts.jsonl", help='one {"text": ...} a line')
     parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--out", default="trained")
+    parser.add_argument("--out", default="ddp-2d/final")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--length", type=int, default=512)

@@ -1,17 +1,17 @@
 """Train a causal model over a grid of GPUs: tensor-parallel rows, FSDP2 over the columns; saved states go on over other grids.
 
-    torchrun --nproc-per-node 4 examples/fsdp2_2d.py MODEL TEXTS.jsonl --tp 2 --out trained --states run
+    torchrun --nproc-per-node 4 examples/fsdp2_2d.py --tp 2 --data texts.jsonl
 
-Started again, it goes on from the newest state in --states. TEXTS.jsonl has one {"text": ...} a line.
+Started again, it goes on from the newest state in --states.
 """
 
 import argparse
+import json
 import os
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ddp_2d import collate, read_samples
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
@@ -19,13 +19,27 @@ from transformers import AutoTokenizer
 import autotp
 
 
+def read_samples(path, tokenizer, length):
+    """One tensor of token ids a text, cut to `length`."""
+    with open(path, encoding="utf-8") as lines:
+        texts = [json.loads(line)["text"] for line in lines]
+    return [tokenizer(text, truncation=True, max_length=length, return_tensors="pt")["input_ids"][0] for text in texts]
+
+
+def collate(samples):
+    """Samples padded on the right; padding has no label."""
+    ids = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=0)
+    labels = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-100)
+    return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
+
+
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("model")
-    parser.add_argument("data")
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--data", default="texts.jsonl", help='one {"text": ...} a line')
     parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--out", default="trained")
-    parser.add_argument("--states", type=Path, default=Path("run"))
+    parser.add_argument("--out", default="fsdp2-2d/final")
+    parser.add_argument("--states", type=Path, default=Path("fsdp2-2d/states"))
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=2)

@@ -6,6 +6,7 @@
 | `GradScaler._unscale_grads_` | a rank skips a step that the others take |
 | `Optimizer.step` (a pre-hook) | whole-matrix optimizers train another model; old state has the wrong shape |
 | `DistributedDataParallel`, FSDP 1 and 2 | rank 0's shards are copied over the others', or their gradients averaged |
+| `torch.distributed.checkpoint.save` | one TP rank's shard is kept for all |
 | parametrizations, pruning, old weight and spectral norm | each rank takes norms and ranks of its part alone; saved in parts |
 
 What is wrapped in transformers and accelerate is in `integrations.py`. A reference such as
@@ -31,6 +32,7 @@ from .clip import clip_grad_norm_, grad_norm, groups_of
 from .initialize import install_initialize
 from .integrations import Resize, Save, install_integrations, replace
 from .optimizers import check_optimizer
+from .save_guard import install_save_guard
 
 _installed = False
 _checked: weakref.WeakSet = weakref.WeakSet()  # optimizers that hold shards and were found fit
@@ -53,6 +55,7 @@ def install_guards(save: Save | None = None, resize: Resize | None = None) -> No
     register_optimizer_step_pre_hook(_check_step)
     _wrap_data_parallel()
     _wrap_reparametrizations()
+    install_save_guard(replace)
     install_initialize(replace)
     install_integrations(save, resize)
 
@@ -214,6 +217,14 @@ def check_data_group(modules: Iterable[nn.Module], group: Any, wrapper: str) -> 
             break
 
 
+def _refuse_flattening(module: nn.Module) -> None:
+    if any(layer.tp.tp_size > 1 for _, layer in sharded_modules(module)):
+        raise AutoTPError(
+            f"FullyShardedDataParallel makes flat chunks of {type(module).__name__}'s shards, of which no norm or checkpoint can "
+            f"be told: use FSDP2, torch.distributed.fsdp.fully_shard(model, mesh=mesh['dp'])"
+        )
+
+
 def _refuse_main_grad(modules: Iterable[nn.Module], wrapper: str) -> None:
     for module in modules:
         for name, layer in sharded_modules(module):
@@ -239,6 +250,7 @@ def _wrap_data_parallel() -> None:
     def wrap_fsdp(original: Callable) -> Callable:
         def init(self, module, process_group=None, *args: Any, **kwargs: Any) -> None:
             check_data_group([module], process_group or kwargs.get("device_mesh"), "FullyShardedDataParallel")
+            _refuse_flattening(module)
             original(self, module, process_group, *args, **kwargs)
 
         return init

@@ -6,11 +6,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
 import autotp
-from autotp.errors import AutoTPError, PlanError
+from autotp.errors import AutoTPError, CheckpointError, PlanError
 from tests.models import batch, tiny
 
 
@@ -110,6 +111,33 @@ def check_computed(group):
 
 def test_weights_that_would_be_computed_from_a_part_are_refused(ranks):
     ranks.run(check_computed)
+
+
+class Holder:
+    """As torch.distributed.checkpoint takes it."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def state_dict(self):
+        return {"weights": self.model.state_dict()}
+
+    def load_state_dict(self, state):
+        self.model.load_state_dict(state["weights"])
+
+
+def check_saved_by_torch(group, directory):
+    whole, model = build(group)
+    for state in (model.state_dict(), {"app": Holder(model)}, {"optimizers": [model.model.layers[0].mlp.state_dict()]}):
+        with pytest.raises(CheckpointError, match=r"shard of .* autotp\.TrainingState"):
+            dcp.save(state, checkpoint_id=directory / "all", process_group=group)
+    dcp.save(model.state_dict(), checkpoint_id=directory / f"own{dist.get_rank(group)}", no_dist=True)
+    dcp.save(whole.state_dict(), checkpoint_id=directory / "whole", process_group=group)
+    assert not (directory / "all").exists()
+
+
+def test_torchs_checkpoints_of_plain_shards_are_refused(ranks, tmp_path):
+    ranks.run(check_saved_by_torch, tmp_path)
 
 
 def check_loaded(group):

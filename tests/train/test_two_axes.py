@@ -6,7 +6,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -172,12 +173,15 @@ def check_refused(group):
         lambda: model.load_state_dict(whole.state_dict()),
         lambda: model.resize_token_embeddings(140),
         lambda: autotp.TrainingState(model, dp=False).save("nowhere", 1),
+        lambda: dcp.save({"model": model.state_dict()}, checkpoint_id="nowhere"),
     ):
         with pytest.raises(AutoTPError):
             call()
     compare_parameters(model, whole, tolerance=0)
     assert name in dict(model.named_parameters())
     other = tiny("llama")
+    with pytest.raises(AutoTPError, match="fully_shard"):
+        FullyShardedDataParallel(build()[1], process_group=grid()["dp"].get_group())
     fully(other)
     with pytest.raises(AutoTPError, match="call fully_shard after that"):
         autotp.parallelize(other, grid()["tp"])
