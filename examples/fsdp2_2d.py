@@ -86,7 +86,7 @@ def main():
         else:
             epoch, taken = epoch + 1, 0
 
-    model.save_pretrained(args.out)
+    autotp.save_pretrained(model, args.out)
     if dist.get_rank() == 0:
         tokenizer.save_pretrained(args.out)
     dist.barrier()

@@ -60,6 +60,8 @@ class TensorParallel_Layer(nn.Module):
                 )
             if value is not None and own is not None and tuple(value.shape) == shard.shape != tuple(own.shape):
                 state_dict[prefix + name] = shard.split(value, self.tp.tp_rank).clone()
+            elif value is not None and own is not None and own.shape != value.shape:
+                args[-1].append(f"{prefix}{name}: give the whole tensor {shard.shape}, or this rank's part {tuple(own.shape)}.")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

@@ -70,8 +70,9 @@ def make_whole(tensor: Tensor) -> Tensor:
 def combine_norm(norm: Tensor, like: DTensor, norm_type: float) -> Tensor:
     """The norm of all chunks together, out of each data rank's own; collective over the axis that `like` is dealt over."""
     places = tuple(Dealt(0) if isinstance(each, Dealt) else Replicate() for each in like.placements)
-    every = DTensor.from_local(norm.reshape(1), like.device_mesh, places, run_check=False).full_tensor()
-    return torch.linalg.vector_norm(every, norm_type)
+    own = norm.reshape(1).to(like.device_mesh.device_type)  # parameters may be offloaded to the CPU
+    every = DTensor.from_local(own, like.device_mesh, places, run_check=False).full_tensor()
+    return torch.linalg.vector_norm(every, norm_type).to(norm.device)
 
 
 def refuse_dealt(tensors: Iterable[tuple[str, Any]], doing: str, instead: str) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..comm import TPGroup, ranks_of
 from ..errors import AutoTPError
-from .base import TensorParallel_Layer, _holder_of, index_parameters, sharded_modules
+from .base import TensorParallel_Layer, _holder_of, holder_of, index_parameters, sharded_modules
 from .clip import clip_grad_norm_, grad_norm, groups_of
 from .initialize import install_initialize
 from .integrations import Resize, Save, install_integrations, replace
@@ -205,16 +205,23 @@ def check_data_group(modules: Iterable[nn.Module], group: Any, wrapper: str) -> 
         AutoTPError: naming the ranks.
     """
     for module in modules:
-        for name, layer in sharded_modules(module):
-            both = sorted(set(ranks_of(group)) & set(layer.tp.ranks))
-            if len(both) > 1:
-                where = layer.__dict__.get("full_name") or name
-                raise AutoTPError(
-                    f"{wrapper} over ranks {list(ranks_of(group))} would treat ranks {both} as copies of one model, but they "
-                    f"hold different shards of it ('{where}'). Give it the process group of the data axis only "
-                    f"(mesh['dp'].get_group()). With accelerate, pass ParallelismConfig(tp_size={layer.tp.tp_size})."
-                )
-            break
+        layer = next(_layers_of(module), None)
+        both = sorted(set(ranks_of(group)) & set(layer.tp.ranks)) if layer is not None else []
+        if layer is not None and len(both) > 1:
+            raise AutoTPError(
+                f"{wrapper} over ranks {list(ranks_of(group))} would treat ranks {both} as copies of one model, but they hold "
+                f"different shards of it ('{layer.__dict__.get('full_name') or type(layer).__name__}'). Give it the process group of "
+                f"the data axis only (mesh['dp'].get_group()). With accelerate, pass ParallelismConfig(tp_size={layer.tp.tp_size})."
+            )
+
+
+def _layers_of(module: nn.Module) -> Iterator[TensorParallel_Layer]:
+    """The rewritten modules below `module`, and those whose parameters it holds (torch's `replicate` wraps a bare list)."""
+    yield from (layer for _, layer in sharded_modules(module))
+    for parameter in module.parameters():
+        held = holder_of(parameter)
+        if held is not None and isinstance(held[0], TensorParallel_Layer):
+            yield held[0]
 
 
 def _refuse_flattening(module: nn.Module) -> None:
@@ -233,6 +240,14 @@ def _refuse_main_grad(modules: Iterable[nn.Module], wrapper: str) -> None:
                     f"{wrapper} averages `.grad`, and the gradients of '{layer.__dict__.get('full_name') or name}' go into "
                     f"main_grad, which it does not know: call autotp.enable_main_grad(model, False) first"
                 )
+
+
+def let_go_of_laid(module: nn.Module) -> None:
+    """Free the allocations in which weights lay side by side, once they are others."""
+    for _, layer in sharded_modules(module):
+        siblings = layer.__dict__.get("siblings")
+        if siblings is not None:
+            siblings.find_laid()
 
 
 def _wrap_data_parallel() -> None:
@@ -262,6 +277,7 @@ def _wrap_data_parallel() -> None:
             original(self, params, modules, mesh_info, *args, **kwargs)
             for module in modules:
                 index_parameters(module)
+                let_go_of_laid(module)
 
         return init
 

@@ -26,7 +26,7 @@ def fully(model, **options):
 
 
 def ddp(model, **options):
-    return torch.nn.parallel.DistributedDataParallel(model, process_group=grid()["dp"].get_group(), **options)
+    return torch.nn.parallel.DistributedDataParallel(model, **{"process_group": grid()["dp"].get_group(), **options})
 
 
 def build(family="llama", sequence_parallel=False, **overrides):
@@ -85,11 +85,9 @@ def train(whole, model, wrapped, steps=2, micro=False):
 
 
 WRAPS = {
-    "ddp": (ddp, {}, {}, False),
     "ddp, accumulated into bucket views": (ddp, {"gradient_as_bucket_view": True}, {"tie_word_embeddings": True}, True),
     "ddp, unused looked for, dealt tokens": (ddp, {"find_unused_parameters": True}, {"sequence_parallel": True}, False),
     "ddp, static graph": (ddp, {"static_graph": True}, {}, False),
-    "fsdp2, tied": (fully, {}, {"tie_word_embeddings": True}, False),
     "fsdp2, a kv head on both ranks": (fully, {}, {"family": "qwen3", "num_key_value_heads": 1}, False),
     "fsdp2, accumulated, not resharded": (fully, {"reshard_after_forward": False}, {}, True),
     "fsdp2, dealt tokens": (fully, {}, {"sequence_parallel": True}, False),
@@ -180,6 +178,8 @@ def check_refused(group):
     compare_parameters(model, whole, tolerance=0)
     assert name in dict(model.named_parameters())
     other = tiny("llama")
+    with pytest.raises(AutoTPError, match="as copies of one model"):
+        ddp(torch.nn.ParameterList(build()[1].parameters()), process_group=grid()["tp"].get_group())
     with pytest.raises(AutoTPError, match="fully_shard"):
         FullyShardedDataParallel(build()[1], process_group=grid()["dp"].get_group())
     fully(other)
