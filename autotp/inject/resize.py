@@ -17,8 +17,8 @@ from ..layers.base import TensorParallel_Layer, check_usable, index_parameters, 
 from ..layers.fully import refuse_dealt
 from ..shard import Cut, Shard, deal_units
 from .plan import ModulePlan, Plan
-from .rewrite import join_modules, set_data
 from .swap import rewrite_module
+from .weights import join_modules, set_data
 
 
 def resize_embeddings(original: Callable, model: Any, *args: Any, **kwargs: Any) -> nn.Module:
@@ -36,16 +36,13 @@ def resize_embeddings(original: Callable, model: Any, *args: Any, **kwargs: Any)
     notes = group.arrive("resize_token_embeddings", repr((args, sorted(kwargs.items()))))
     if any(note != notes[0] for note in notes):
         raise PlanError(f"resize_token_embeddings was called in different ways: {notes}. Every rank must ask for the same size.")
-    names = {id(module): name for name, module in model.named_modules()}
-    found = {each: getattr(model, f"get_{each}_embeddings")() for each in ("input", "output")}
-    sharded = {each: module for each, module in found.items() if isinstance(module, TensorParallel_Layer)}
     plan: Plan = model.__dict__["autotp_plan"]
-    entries = {each: plan[names[id(module)]] for each, module in sharded.items()}
+    entries = _find_entries(model, plan)
     _check_rows(args[0] if args else kwargs.get("new_num_tokens"), entries, group)
     release(model)
     try:
         with torch.no_grad():
-            join_modules(sharded.values())
+            join_modules(list({id(module): module for module in map(model.get_submodule, entries)}.values()))
             original(model, *args, **kwargs)
             _cut_again(model, plan, entries, group)
     except BaseException as error:
@@ -53,6 +50,18 @@ def resize_embeddings(original: Callable, model: Any, *args: Any, **kwargs: Any)
         raise
     index_parameters(model)
     return model.get_input_embeddings()
+
+
+def _find_entries(model: Any, plan: Plan) -> dict[str, ModulePlan]:
+    """Name and plan of each split module that holds a parameter of the input or output embeddings."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    resized = {id(p) for module in ends if module is not None for p in module._parameters.values() if p is not None}
+    return {
+        entry.name: entry
+        for entry in plan.modules
+        if isinstance(module := model.get_submodule(entry.name), TensorParallel_Layer)
+        and any(id(parameter) in resized for parameter in module._parameters.values())
+    }
 
 
 def _check_rows(rows: int | None, entries: dict[str, ModulePlan], group: TPGroup) -> None:
@@ -66,26 +75,27 @@ def _check_rows(rows: int | None, entries: dict[str, ModulePlan], group: TPGroup
 
 def _cut_again(model: Any, plan: Plan, entries: dict[str, ModulePlan], group: TPGroup) -> None:
     """Give each module its part of the new weights, and its sharded forward."""
-    modules = {each: getattr(model, f"get_{each}_embeddings")() for each in entries}
+    modules = {name: model.get_submodule(name) for name in entries}  # some are other modules now, some the same under two names
     sizes = {id(p): tuple(p.shape) for module in modules.values() for p in module._parameters.values() if p is not None}
     new: dict[str, ModulePlan] = {}
     done: set[int] = set()
-    for each, entry in entries.items():
+    for path, entry in entries.items():
         shards = {}
         for name, shard in entry.shards.items():
-            parameter = modules[each]._parameters[name]
+            parameter: Any = modules[path]._parameters[name]
             shards[name] = cut_like(shard, sizes[id(parameter)])
             if id(parameter) not in done:
                 done.add(id(parameter))
                 full = group.broadcast(parameter.detach().to(group.device).contiguous())
                 set_data(parameter, shards[name].split(full, group.tp_rank).clone())
-        new[entry.name] = replace(entry, shards=shards)
+        new[path] = replace(entry, shards=shards)
     shards = {f"{name}.{key}": shard for name, entry in new.items() for key, shard in entry.shards.items()}
     held = {name: prod(shard.shape) * model.get_parameter(name).element_size() for name, shard in shards.items()}
     entries_now = tuple(new.get(entry.name, entry) for entry in plan.modules)
     plan = replace(plan, modules=entries_now, param_bytes={**plan.param_bytes, **held})
-    for each, entry in entries.items():
-        rewrite_module(modules[each], new[entry.name], plan, group, {})
+    for path, module in modules.items():
+        if not isinstance(module, TensorParallel_Layer):
+            rewrite_module(module, new[path], plan, group, {})
     model.__dict__["autotp_plan"] = plan
 
 

@@ -208,10 +208,11 @@ def check_data_group(modules: Iterable[nn.Module], group: Any, wrapper: str) -> 
         layer = next(_layers_of(module), None)
         both = sorted(set(ranks_of(group)) & set(layer.tp.ranks)) if layer is not None else []
         if layer is not None and len(both) > 1:
+            where = layer.__dict__.get("full_name") or type(layer).__name__
             raise AutoTPError(
                 f"{wrapper} over ranks {list(ranks_of(group))} would treat ranks {both} as copies of one model, but they hold "
-                f"different shards of it ('{layer.__dict__.get('full_name') or type(layer).__name__}'). Give it the process group of "
-                f"the data axis only (mesh['dp'].get_group()). With accelerate, pass ParallelismConfig(tp_size={layer.tp.tp_size})."
+                f"different shards of it ('{where}'). Give it the process group of the data axis only (mesh['dp'].get_group()). "
+                f"With accelerate, pass ParallelismConfig(tp_size={layer.tp.tp_size})."
             )
 
 

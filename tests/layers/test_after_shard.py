@@ -30,13 +30,13 @@ def compare(model, whole):
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-4, atol=1e-5)
 
 
-def build(group, **overrides):
+def build(group, sequence_parallel=False, **overrides):
     whole = tiny("llama", **overrides).train()
-    return whole, autotp.parallelize(copy.deepcopy(whole), group).train()
+    return whole, autotp.parallelize(copy.deepcopy(whole), group, sequence_parallel=sequence_parallel).train()
 
 
 def check_resized(group, tied, rows, directory):
-    whole, model = build(group, tie_word_embeddings=tied)
+    whole, model = build(group, sequence_parallel=not tied, tie_word_embeddings=tied)
     model.generate(batch(whole)["input_ids"][:, :4], max_new_tokens=2, do_sample=False)
     for each in (whole, model):
         torch.manual_seed(0 if each is whole else dist.get_rank(group))  # rank 0's draws are taken

@@ -178,8 +178,9 @@ def check_refused(group):
     compare_parameters(model, whole, tolerance=0)
     assert name in dict(model.named_parameters())
     other = tiny("llama")
+    autotp.enable_main_grad(accumulating, False)
     with pytest.raises(AutoTPError, match="as copies of one model"):
-        ddp(torch.nn.ParameterList(build()[1].parameters()), process_group=grid()["tp"].get_group())
+        ddp(torch.nn.ParameterList(accumulating.parameters()), process_group=grid()["tp"].get_group())
     with pytest.raises(AutoTPError, match="fully_shard"):
         FullyShardedDataParallel(build()[1], process_group=grid()["dp"].get_group())
     fully(other)
