@@ -88,6 +88,19 @@ def refuse_dealt(tensors: Iterable[tuple[str, Any]], doing: str, instead: str) -
             )
 
 
+def refuse_inner(parameter: Any, module: str, name: str) -> None:
+    """Raise if `parameter`, whose gradient `module` sums over the ranks for its forward, is gathered by FSDP2 only inside it.
+
+    Raises:
+        AutoTPError: naming it, and the module to wrap.
+    """
+    if isinstance(parameter, DTensor):
+        raise AutoTPError(
+            f"'{module}.{name}' was given to fully_shard below {module}, which sums its gradient over the TP ranks: that sum "
+            f"would be lost. Call fully_shard on {module}, or on the layer that holds it, and not on modules inside"
+        )
+
+
 def data_ranks(tensor: DTensor) -> list[int]:
     """Global ranks that a DTensor lies on."""
     return tensor.device_mesh.mesh.flatten().tolist()

@@ -14,6 +14,7 @@ from ..collectives import sum_together
 from ..comm import TPGroup
 from ..errors import PlanError
 from .base import TensorParallel_Layer, insert_class
+from .fully import refuse_inner
 from .product import watches_operations
 from .tokens import TokenPart, TokenStream, map_first
 
@@ -126,6 +127,7 @@ def list_summed(module: Any, part: TokenPart) -> list[tuple[Any, str, Tensor]]:
             for key in [leaf] if each is owner and leaf in owner._parameters else each._parameters:
                 parameter = each._parameters[key]
                 if parameter is not None and parameter.requires_grad:
+                    refuse_inner(parameter, part.name, name)
                     found[id(each), key] = (each, key, parameter)
     return list(found.values())
 

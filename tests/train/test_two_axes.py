@@ -178,14 +178,32 @@ def check_refused(group):
     compare_parameters(model, whole, tolerance=0)
     assert name in dict(model.named_parameters())
     other = tiny("llama")
-    autotp.enable_main_grad(accumulating, False)
+    third = build()[1]
     with pytest.raises(AutoTPError, match="as copies of one model"):
-        ddp(torch.nn.ParameterList(accumulating.parameters()), process_group=grid()["tp"].get_group())
+        ddp(torch.nn.ParameterList(third.parameters()), process_group=grid()["tp"].get_group())
     with pytest.raises(AutoTPError, match="fully_shard"):
         FullyShardedDataParallel(build()[1], process_group=grid()["dp"].get_group())
     fully(other)
     with pytest.raises(AutoTPError, match="call fully_shard after that"):
         autotp.parallelize(other, grid()["tp"])
+
+
+def check_inner_units(group):
+    """Modules wrapped one by one: right where each reads its own, refused where the sum of a gradient would be lost."""
+    whole, model = build("qwen3")
+    for name, module in list(model.named_modules()):
+        if (isinstance(module, torch.nn.Linear) and module is not model.lm_head) or name.endswith("q_norm"):
+            fully_shard(module, mesh=grid()["dp"])
+    train(whole, model, fully_shard(model, mesh=grid()["dp"]), steps=1)
+    whole, model = build(sequence_parallel=True)
+    for layer in model.model.layers:
+        fully_shard(layer.input_layernorm, mesh=grid()["dp"])
+    with pytest.raises(AutoTPError, match=r"layers\.0\.input_layernorm.weight' .* Call fully_shard on model\.layers\.0,"):
+        model(**batch(whole))
+
+
+def test_units_inside_of_layers(ranks):
+    ranks.run(check_inner_units, size=4)
 
 
 def test_what_fully_shard_can_not_do_is_refused(ranks):
