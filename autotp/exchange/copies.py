@@ -26,6 +26,7 @@ from .watch import Watch
 SLOTS = 2  # buffers of each kind: the next exchange need not wait until all have fetched from the last
 AT_LEAST = 0  # how a stream compares a flag
 NEVER = 2**30  # more than any flag counts
+Code = int | None  # of the first operation that failed
 
 
 class _Slot:
@@ -63,21 +64,23 @@ class _Slot:
         self.buffer, self.pointers = exchange.device.allocate(n_bytes)
         self.capacity = n_bytes
 
-    def begin(self, stream: int) -> None:
+    def begin(self, stream: int) -> Code:
         """Take the next use of the buffer: `stream` waits until all have fetched what the last one put there."""
-        wait, uses = self.exchange.device.wait, self.uses
+        wait, uses, code = self.exchange.device.wait, self.uses, 0
         for peer in self.exchange.peers:
-            wait(stream, self.fetched_here[peer], uses, AT_LEAST)
+            code = code or wait(stream, self.fetched_here[peer], uses, AT_LEAST)
         self.uses = uses + 1
+        return code
 
-    def fetch(self, stream: int, peer: int, target: int, source: int, n_bytes: int) -> None:
+    def fetch(self, stream: int, peer: int, target: int, source: int, n_bytes: int) -> Code:
         """Copy `n_bytes` from `peer`'s buffer once it says that they are there, and tell it."""
-        driver = self.exchange.device
-        driver.wait(stream, self.ready_here[peer], self.uses, AT_LEAST)
-        if n_bytes:
-            driver.copy(target, self.pointers[peer] + source, n_bytes, stream)
-        driver.write(stream, self.fetched_there[peer], self.uses, 0)
-        driver.record(self.arrived[peer], stream)
+        driver, uses = self.exchange.device, self.uses
+        return (
+            driver.wait(stream, self.ready_here[peer], uses, AT_LEAST)
+            or (n_bytes and driver.copy(target, self.pointers[peer] + source, n_bytes, stream))
+            or driver.write(stream, self.fetched_there[peer], uses, 0)
+            or driver.record(self.arrived[peer], stream)
+        )
 
     def view(self, shape: tuple[int, int], dtype: torch.dtype, offset: int) -> Tensor:
         """This rank's buffer from byte `offset` on as a tensor."""
@@ -128,15 +131,11 @@ class CopyExchange(Exchange):
         self.device.synchronize()
         self.group.arrive("moving rows between ranks")
 
-    def current_stream(self) -> int:
-        """Handle of the stream that torch queues on."""
-        return self.device.current_stream()
-
-    def finish_use(self, kind: str, slot: _Slot) -> None:
+    def finish_use(self, kind: str, slot: _Slot) -> Code:
         """All of one use of a slot is queued."""
         self.uses.append((self.queued + 1, kind, slot, slot.uses))
         self.queued += 1
-        self.device.write(self.stream, self.done_pointer, self.queued, 0)
+        return self.device.write(self.stream, self.done_pointer, self.queued, 0)
 
     def find_missing(self) -> str:
         """Which ranks the oldest use that is not through waits for, and where."""
@@ -194,19 +193,17 @@ class _CopyGather(Gather):
         n_bytes, stream, driver = local.numel() * local.element_size(), exchange.stream, exchange.device
         self.slot = slot = exchange.take_slot("gather", n_bytes)
         source, target = local.data_ptr(), self.full.data_ptr()
-        current = exchange.current_stream()
-        slot.begin(current)
+        current = driver.current_stream()
+        code = slot.begin(current)
         # A copy within one GPU runs on its multiprocessors: on the other stream it would wait until the next product leaves some.
-        driver.copy(slot.pointers[me], source, n_bytes, current)
-        driver.record(slot.queued, current)
-        driver.wait_event(stream, slot.queued, 0)
+        code = code or driver.copy(slot.pointers[me], source, n_bytes, current)
+        code = code or driver.record(slot.queued, current) or driver.wait_event(stream, slot.queued, 0)
         for peer in exchange.peers:
-            driver.write(stream, slot.ready_there[peer], slot.uses, 0)
+            code = code or driver.write(stream, slot.ready_there[peer], slot.uses, 0)
         for peer in exchange.sources:
-            slot.fetch(stream, peer, target + peer * n_bytes, 0, n_bytes)
-        driver.copy(target + me * n_bytes, source, n_bytes, stream)
-        driver.record(slot.arrived[me], stream)
-        exchange.finish_use("gather", slot)
+            code = code or slot.fetch(stream, peer, target + peer * n_bytes, 0, n_bytes)
+        code = code or driver.copy(target + me * n_bytes, source, n_bytes, stream) or driver.record(slot.arrived[me], stream)
+        driver.check(code or exchange.finish_use("gather", slot))
 
     def wait(self, rank: int) -> Tensor:
         if rank == self.rank:
@@ -219,7 +216,8 @@ class _CopyGather(Gather):
         return self.full
 
     def _wait(self, rank: int) -> None:
-        self.exchange.device.wait_event(self.exchange.current_stream(), self.slot.arrived[rank], 0)
+        device = self.exchange.device
+        device.check(device.wait_event(device.current_stream(), self.slot.arrived[rank], 0))
 
 
 class _CopyScatter(Scatter):
@@ -232,7 +230,7 @@ class _CopyScatter(Scatter):
         own = block_of(rows, exchange.rank, size)
         self.received = [like.new_empty(own.stop - own.start, width) for _ in exchange.peers]
         self.slot = exchange.take_slot("scatter", len(exchange.peers) * self.block_bytes)
-        self.slot.begin(exchange.current_stream())
+        exchange.device.check(self.slot.begin(exchange.device.current_stream()))
 
     def _offset(self, sender: int, receiver: int) -> int:
         """Where in `sender`'s buffer the block of `receiver` lies, in bytes."""
@@ -245,19 +243,19 @@ class _CopyScatter(Scatter):
     def send(self, rank: int) -> None:
         exchange, slot = self.exchange, self.slot
         driver, stream = exchange.device, exchange.stream
-        driver.record(slot.queued, exchange.current_stream())
-        driver.wait_event(stream, slot.queued, 0)
-        driver.write(stream, slot.ready_there[rank], slot.uses, 0)
+        code = driver.record(slot.queued, driver.current_stream()) or driver.wait_event(stream, slot.queued, 0)
+        code = code or driver.write(stream, slot.ready_there[rank], slot.uses, 0)
         sender, target = exchange.sources[self.sent], self.received[self.sent]  # who sends its block of mine as its i-th
         n_bytes = target.numel() * target.element_size()
-        slot.fetch(stream, sender, target.data_ptr(), self._offset(sender, exchange.rank), n_bytes)
+        code = code or slot.fetch(stream, sender, target.data_ptr(), self._offset(sender, exchange.rank), n_bytes)
         self.sent += 1
         if self.sent == len(exchange.peers):
-            exchange.finish_use("scatter", slot)
+            code = code or exchange.finish_use("scatter", slot)
+        driver.check(code)
 
     def receive(self) -> Tensor | None:
-        exchange = self.exchange
-        exchange.device.wait_event(exchange.current_stream(), self.slot.arrived[exchange.sources[-1]], 0)
+        device = self.exchange.device
+        device.check(device.wait_event(device.current_stream(), self.slot.arrived[self.exchange.sources[-1]], 0))
         total, *others = self.received
         total = total.to(self.dtype or self.part_dtype)
         for part in others:

@@ -19,8 +19,8 @@ NO_TIMING = 2
 class CudaDevice:
     """One rank's GPU, and memory of its that the others reach.
 
-    `write`, `wait`, `copy`, `record` and `wait_event` are the driver's operations on streams, called with addresses and handles:
-    torch's own cost the host several times as much.
+    `write`, `wait`, `copy`, `record` and `wait_event` are the driver's operations on streams, called with addresses and handles,
+    which return 0 or what `check` raises: torch's own cost the host several times as much.
 
     Attributes:
         stream: handle of the stream where copies are queued.
@@ -44,17 +44,23 @@ class CudaDevice:
 
     @staticmethod
     def _find(library: Any, name: str, *types: Any) -> Any:
-        def check(code: int, function: Any, arguments: Any) -> None:
-            if code:
-                raise AutoTPError(f"{name} failed with CUDA error {code} while rows moved between ranks")
-
         function = getattr(library, name)
-        function.argtypes, function.restype, function.errcheck = types, ctypes.c_int, check
+        function.argtypes, function.restype = types, ctypes.c_int
         return function
+
+    @staticmethod
+    def check(code: int | None) -> None:
+        """Raise if an operation returned an error.
+
+        Raises:
+            AutoTPError: with the driver's code.
+        """
+        if code:
+            raise AutoTPError(f"an operation on a CUDA stream failed with error {code} while rows moved between ranks")
 
     def make_event(self) -> int:
         event = ctypes.c_void_p()
-        self._create(ctypes.byref(event), NO_TIMING)
+        self.check(self._create(ctypes.byref(event), NO_TIMING))
         assert event.value is not None
         return event.value
 
@@ -83,7 +89,7 @@ class CudaDevice:
 
     def is_capturing(self) -> bool:
         """Whether what is queued becomes a graph."""
-        return torch.cuda.is_current_stream_capturing()
+        return torch._C._cuda_isCurrentStreamCapturing()
 
     def synchronize(self) -> None:
         """Wait on the host until the device is idle."""

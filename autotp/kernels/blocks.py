@@ -19,6 +19,8 @@ The last two are for rows that all ranks have, and whose sums all ranks get: the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -31,6 +33,7 @@ Found = TypeVar("Found")
 Factors = Sequence[tuple[Tensor, Tensor]]  # dy `[M, N]`, w `[N, K]`, whose products are added up
 
 
+@lru_cache(maxsize=4096)
 def block_of(rows: int, rank: int, tp_size: int) -> slice:
     """The rows of `rank` where they are dealt in blocks of `ceil(rows / tp_size)`; the last blocks may be short or empty."""
     size = -(-rows // tp_size)
@@ -45,7 +48,6 @@ class Dealt(NamedTuple):
         shape: of all rows, such as `(M,)` or `(B, S)`: outputs of a column product are `[*shape, N]`.
         local_shape: of one rank's, such as `(R,)` or `(1, R)`.
         reduce_dtype: in which partial rows are summed; None for their own.
-        gather: begun already, of the input's rows.
         moves: which way rows move.
     """
 
@@ -55,16 +57,12 @@ class Dealt(NamedTuple):
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     reduce_dtype: torch.dtype | None = None
-    gather: Any = None
     moves: Moves = BY_SIZE
 
     @property
     def rows(self) -> int:
         """M."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
     def block(self, rank: int) -> slice:
         """The rows of `rank`."""
@@ -123,6 +121,8 @@ def multiply_into_scatter(dealt: Dealt, rows: Tensor, weights: Sequence[Tensor],
 
 
 def _multiply_block(rows: Tensor, weights: Sequence[Tensor], out: Tensor) -> Tensor:
+    if len(weights) == 1:
+        return torch.mm(rows, weights[0], out=out)
     for w, part in zip(weights, out.split([w.shape[1] for w in weights], 1), strict=True):
         torch.mm(rows, w, out=part)
     return out
@@ -131,7 +131,10 @@ def _multiply_block(rows: Tensor, weights: Sequence[Tensor], out: Tensor) -> Ten
 def _multiply_own(dealt: Dealt, scatter: Any, rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """This rank's block of the sum; what it computes of that itself hides the last of the others' parts."""
     block = rows[dealt.block(dealt.rank)]
-    own = _multiply_block(block, weights, rows.new_empty(len(block), sum(w.shape[1] for w in weights)))
+    if len(weights) == 1:
+        own = torch.mm(block, weights[0])
+    else:
+        own = _multiply_block(block, weights, rows.new_empty(len(block), sum(w.shape[1] for w in weights)))
     received = scatter.receive()
     return own.add_(received) if received.dtype == own.dtype else received.add_(own).to(own.dtype)
 

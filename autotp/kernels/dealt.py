@@ -20,6 +20,7 @@ Only x's own rows are kept for a column's backward, which gathers them again. bl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,38 +46,57 @@ __all__ = ["Dealt", "backward_linear", "block_of", "multiply_gathered", "multipl
 
 
 def multiply_gathered(
-    spec: ProductSpec, x_local: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], merged: Merged | None = None
+    spec: ProductSpec,
+    x_local: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    merged: Merged | None = None,
+    gather: Any = None,
 ) -> tuple[Tensor, ...]:
     """`gather(x) @ w.T + b` for each weight `[N, K]`: x_local `[*local_shape, K]`, results `[*shape, N]`; see the module's table.
 
     The gradient of x_local is the ranks' sum for its rows.
+
+    Args:
+        gather: begun already, of its rows.
     """
-    return _apply(_Gathered, spec, x_local, weights, biases, merged)
+    return _apply(_Gathered, spec, x_local, weights, biases, merged, gather)
 
 
 def multiply_scattered(spec: ProductSpec, x: Tensor, weight: Tensor) -> Tensor:
     """This rank's rows of the ranks' sum of `x @ w.T`: x `[*shape, K]`, weight `[N, K]`, result `[*local_shape, N]`."""
-    return _apply(_Scattered, spec, x, (weight,), (None,), None)
+    return _apply(_Scattered, spec, x, (weight,), (None,), None, None)
 
 
-def _apply(step: Any, spec: ProductSpec, x: Tensor, weights: Any, biases: Any, merged: Merged | None) -> Any:
+def _apply(step: Any, spec: ProductSpec, x: Tensor, weights: Any, biases: Any, merged: Merged | None, gather: Any) -> Any:
+    run = step.apply if torch.is_grad_enabled() else partial(step.forward, NoGraph())
     if not torch._C._is_any_autocast_enabled():
-        return step.apply(spec, None, merged, x, *weights, *biases)
+        return run(spec, None, (merged, gather), x, *weights, *biases)
     dtype = autocast_dtype(x)
     with disable_autocast(x):
-        return step.apply(spec, dtype, merged, x, *weights, *biases)
+        return run(spec, dtype, (merged, gather), x, *weights, *biases)
+
+
+class NoGraph:
+    """The context of a step that nobody differentiates: where no graph is recorded, a step costs the host less without one."""
+
+    needs_input_grad = (False,) * 256
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, spec: ProductSpec, dtype: torch.dtype | None, merged: Merged | None, x: Tensor, *params: Any) -> Any:
-        count = len(params) // 2
+    def forward(ctx, spec: ProductSpec, dtype: torch.dtype | None, given: tuple[Any, Any], x: Tensor, *params: Any) -> Any:
+        (merged, gather), count = given, len(params) // 2
         weights, biases = params[:count], params[count:]
         cast = [_cast(w, dtype) for w in weights]
         joined = _note_call(ctx, spec, dtype, merged, x, weights, biases)
         local = _cast(x, dtype).reshape(-1, x.shape[-1])
         dealt = spec.dealt
-        gather = dealt.gather or dealt.exchange.gather(local, dealt.moves.forward)
+        gather = gather or dealt.exchange.gather(local, dealt.moves.forward)  # it holds all rows: it goes with the forward
         ctx.save_for_backward(local if True in ctx.needs_input_grad[4 : 4 + count] else None, *(() if merged else cast))
         if merged is not None:
             (y,) = _multiply_gathered(spec, gather, dtype, [joined], [_cast(merged.bias, dtype)])
@@ -118,7 +138,7 @@ def _gathered_backward(ctx: Any, rows: dict[int, Tensor]) -> tuple[Tensor | None
 
 class _Scattered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, spec: ProductSpec, dtype: torch.dtype | None, merged: Any, x: Tensor, weight: Tensor, bias: None) -> Tensor:
+    def forward(ctx, spec: ProductSpec, dtype: Any, given: Any, x: Tensor, weight: Tensor, bias: None) -> Tensor:
         dealt = spec.dealt
         _note_call(ctx, spec, dtype, None, x, (weight,), (bias,))
         rows, cast = _cast(x, dtype).reshape(-1, x.shape[-1]), _cast(weight, dtype)
@@ -231,8 +251,7 @@ def _check_pieces(
 def _note_call(ctx: Any, spec: ProductSpec, dtype: Any, merged: Merged | None, x: Tensor, weights: Any, biases: Any) -> Any:
     """Set what gradients.py reads of `ctx`; the merged weight as it is multiplied."""
     ctx.set_materialize_grads(False)
-    # The gather holds all rows: it goes with the forward.
-    ctx.spec = spec._replace(dealt=spec.dealt._replace(gather=None))
+    ctx.spec = spec
     ctx.weights, ctx.biases, ctx.merged, ctx.versions = weights, biases, None, None
     ctx.shape, ctx.dtype = x.shape, x.dtype
     weight = None if merged is None else _cast(merged.weight, dtype)

@@ -5,6 +5,7 @@ This is the one place where the automatic choice is made. The sizes were measure
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 SMALLEST_BYTES = 16 << 20  # of all blocks together: below, the host's part of a copied exchange costs more than it hides
@@ -40,6 +41,7 @@ class Decision(NamedTuple):
     reason: str
 
 
+@lru_cache(maxsize=4096)
 def decide(n_bytes: int, way: bool | None, why_not: str, smallest_bytes: int = SMALLEST_BYTES) -> Decision:
     """How `n_bytes` move, of all blocks together.
 

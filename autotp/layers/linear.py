@@ -30,8 +30,8 @@ from ..collectives import (
 )
 from ..comm import TPGroup, resolve_group
 from ..errors import PlanError
-from ..exchange import Gather
-from ..kernels.dealt import multiply_gathered, multiply_scattered
+from ..exchange import Gather, find_exchange
+from ..kernels.dealt import Dealt, multiply_gathered, multiply_scattered
 from ..kernels.dispatch import Problem, select
 from ..kernels.main_grad import into_main_grad
 from ..kernels.product import ProductSpec, multiply, multiply_uncompiled
@@ -162,17 +162,24 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
         """`x @ w.T` summed over the ranks, plus the bias: of this rank's rows alone."""
         if watches_operations() or x.ndim < 2:
             return self.add_bias_of_rows(tokens.scatter(self.multiply_partial(x), self.reduce_dtype))
-        dealt = tokens.describe(x, self.reduce_dtype)
-        spec = self._make_spec()._replace(dealt=dealt._replace(moves=choose_moves([self], dealt.exchange)))
-        y = multiply_scattered(spec, x, self.weight)
+        dealt = tokens.describe(x, self.reduce_dtype, choose_moves([self], find_exchange(self.tp)))
+        y = multiply_scattered(self._dealt_spec(tokens, dealt), x, self.weight)
         tokens.leave_whole_rows()
         return self.add_bias_of_rows(y)
 
     def multiply_gathered(self, x: Tensor, local: Tensor, tokens: TokenStream) -> Tensor:
         """`x @ w.T + b`, the gradient summed over the ranks for the rows `local` that `x` was gathered from."""
-        dealt = tokens.describe(x, self.reduce_dtype, Gather(x.detach().reshape(-1, x.shape[-1])))
-        dealt = dealt._replace(moves=choose_moves([self], dealt.exchange))
-        return multiply_gathered(self._make_spec()._replace(dealt=dealt), local, (self.weight,), (self.bias,))[0]
+        dealt = tokens.describe(x, self.reduce_dtype, choose_moves([self], find_exchange(self.tp)))
+        gather = Gather(x.detach().reshape(-1, x.shape[-1]))
+        return multiply_gathered(self._dealt_spec(tokens, dealt), local, (self.weight,), (self.bias,), gather=gather)[0]
+
+    def _dealt_spec(self, tokens: TokenStream, dealt: Dealt) -> ProductSpec:
+        """How this layer multiplies rows that are dealt so; kept with the stream, of which copies of the model have their own."""
+        key = self.run, self.reduce_dtype, self.accumulate_into_main_grad, dealt
+        found = tokens.specs.get(self.full_name)
+        if found is None or found[0] != key:
+            found = tokens.specs[self.full_name] = key, self._make_spec()._replace(dealt=dealt)
+        return found[1]
 
     def _make_spec(self, enters: bool = False, leaves: bool = False) -> ProductSpec:
         accumulates = self.accumulate_into_main_grad

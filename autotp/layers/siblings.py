@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..collectives import copy_to_group
 from ..comm import TPGroup
-from ..exchange import Exchange, Gather
+from ..exchange import Exchange, Gather, find_exchange
 from ..kernels.autocast import autocast_dtype
 from ..kernels.dealt import Dealt, multiply_gathered
 from ..kernels.moves import Moves
@@ -55,6 +55,7 @@ class SiblingInput:
         self.group, self.members, self.reduce_dtype, self.tokens = group, members, reduce_dtype, tokens
         self._slots: list[Any] = [lambda: None] * members  # weak: a copy of one member is a member of no group
         self._spec: ProductSpec | None = None
+        self._dealt: tuple[ProductSpec, Dealt, ProductSpec] | None = None  # the last one, and what it was made of
         self._laid: Laid | None = None
         self._strikes, self._alone = {True: 0, False: 0}, {True: False, False: False}  # by whether a gradient is wanted
         self._seen = {True: False, False: False}  # whether such a forward ran that a backward may recompute
@@ -206,20 +207,23 @@ class SiblingInput:
             return multiply(spec, x, weights, biases, merged)
         tokens.note_reader(self)
         gather = Gather(x.detach().view(-1, x.shape[-1]))
-        return multiply_gathered(self._deal(spec, tokens.describe(x, self.reduce_dtype, gather)), local, weights, biases, merged)
+        dealt = tokens.describe(x, self.reduce_dtype, self.choose_moves(find_exchange(self.group)))
+        return multiply_gathered(self._deal(spec, dealt), local, weights, biases, merged, gather)
 
     def _deal(self, spec: ProductSpec, dealt: Dealt) -> ProductSpec:
-        return spec._replace(sum_input=None, dealt=dealt._replace(moves=self.choose_moves(dealt.exchange)))
+        if self._dealt is None or self._dealt[0] is not spec or self._dealt[1] is not dealt:
+            self._dealt = spec, dealt, spec._replace(sum_input=None, dealt=dealt)
+        return self._dealt[2]
 
     def choose_moves(self, exchange: Exchange) -> Moves:
         """Which way rows move in this call, as the members' options say."""
         return choose_moves([layer for slot in self._slots if (layer := slot()) is not None], exchange)
 
-    def begin_ahead(self, local: Tensor, gather: Gather) -> Callable[[Tensor], None] | None:
+    def begin_ahead(self, local: Tensor, gather: Gather, moves: Moves) -> Callable[[Tensor], None] | None:
         """Compute all members' outputs of rows that are still on their way.
 
         Args:
-            local: this rank's rows; gather: what brings the others'.
+            local: this rank's rows; gather: what brings the others'; moves: which way.
 
         Returns:
             what is to be told the tensor of all rows, by which the members will ask; None if they compute when they are called.
@@ -234,9 +238,8 @@ class SiblingInput:
         wants = grad and (local.requires_grad or any(t is not None and t.requires_grad for t in (*weights, *laid.biases)))
         if self._stays_alone(wants) or (dtype is not None and not wants):
             return None
-        spec = self._spec or self._make_spec()
-        spec = self._deal(spec, tokens.describe(local, self.reduce_dtype, gather))
-        outputs = multiply_gathered(spec, local, weights, laid.biases, laid.merge())
+        spec = self._deal(self._spec or self._make_spec(), tokens.describe(local, self.reduce_dtype, moves))
+        outputs = multiply_gathered(spec, local, weights, laid.biases, laid.merge(), gather)
 
         def hold(full: Tensor) -> None:
             self._round = _Round(full, grad, dtype, wants, weights, outputs)

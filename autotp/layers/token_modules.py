@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -73,14 +74,16 @@ def run_dealt(module: Any, x: Tensor, forward: Callable[..., Any], args: tuple[A
     stream = part.stream
     if part.gathers:
         try:
+            if not stream.draws_apart:
+                return forward(*args, **kwargs)
             with stream.drawing_together():
                 return forward(*args, **kwargs)
         finally:
             stream.local = stream.full = None
-    with read_summed(module, part):
-        if part.draws and module.training and not watches_operations():  # ranks that are threads have one generator
-            with stream.drawing_apart(x.device):
-                return forward(*args, **kwargs)
+    draws = part.draws and module.training and not watches_operations()  # ranks that are threads have one generator
+    if not draws and not (part.summed and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    with read_summed(module, part), stream.drawing_apart(x.device) if draws else nullcontext():
         return forward(*args, **kwargs)
 
 
@@ -97,8 +100,10 @@ def read_summed(module: Any, part: TokenPart) -> Iterator[None]:
     before = [(owner, owner._parameters) for owner in {id(owner): owner for owner, _, _ in places}.values()]
     for owner, parameters in before:
         owner.__dict__["_parameters"] = dict(parameters)
-    for place, summed in zip(places, sum_together([p for _, _, p in places], part.stream.group) if places else (), strict=True):
-        place[0]._parameters[place[1]] = summed
+    if places:
+        summed = sum_together([parameter for _, _, parameter in places], part.stream.group)
+        for (owner, key, _), parameter in zip(places, summed, strict=True):
+            owner._parameters[key] = parameter
     try:
         yield
     finally:
@@ -114,22 +119,32 @@ def list_summed(module: Any, part: TokenPart) -> list[tuple[Any, str, Tensor]]:
     """
     found: dict[tuple[int, str], tuple[Any, str, Tensor]] = {}
     for name in part.summed:
-        holder, _, leaf = name.rpartition(".")
+        holders, leaf = split_name(name)
+        owner = module
         try:
-            owner = module.get_submodule(holder)
-        except AttributeError:
+            for holder in holders:
+                owner = owner._modules[holder]
+            if owner is None:
+                raise KeyError
+        except (KeyError, AttributeError):
             raise PlanError(
                 f"{part.name}.{name} is read by dealt tokens and not there any more, so that gradients would lack their sum over "
                 f"the ranks: change modules before parallelize, or pass sequence_parallel=False"
             ) from None
-        holders = [owner] if leaf in owner._parameters or not holder else owner.modules()
-        for each in holders:
+        for each in [owner] if leaf in owner._parameters or not holders else owner.modules():
             for key in [leaf] if each is owner and leaf in owner._parameters else each._parameters:
                 parameter = each._parameters[key]
                 if parameter is not None and parameter.requires_grad:
                     refuse_inner(parameter, part.name, name)
                     found[id(each), key] = (each, key, parameter)
     return list(found.values())
+
+
+@lru_cache(maxsize=4096)
+def split_name(name: str) -> tuple[tuple[str, ...], str]:
+    """The modules on the way to a parameter, and its own name."""
+    *holders, leaf = name.split(".")
+    return tuple(holders), leaf
 
 
 def find_argument(argument: tuple[str, int | None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -34,8 +34,10 @@ from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
 from ..exchange import find_exchange
 from ..kernels.dealt import Dealt
+from ..kernels.moves import BY_SIZE, Moves
 from .product import watches_operations
 
+MOST_LAYOUTS = 256  # of forwards, whose description is kept
 LEAST_BYTES = 1 << 20  # of a rank's rows of one activation, below which "auto" does not deal them
 
 
@@ -98,6 +100,8 @@ class TokenStream:
         self.local: Tensor | None = None
         self.full: Tensor | None = None
         self._inside = 0  # how many of its modules are running, one in another
+        self._described: dict[Any, Dealt] = {}
+        self.specs: dict[str, tuple[Any, Any]] = {}  # of row linears, by their names: what each was made of, and the spec
         self._known: dict[Any, tuple[StorageWeakRef, Layout | None]] = {}  # memory that entered modules
         self._most = 1024
         self._draws: Draws | None = None
@@ -226,12 +230,12 @@ class TokenStream:
             lead, rest = (layout.lead, x.ndim - 1) if self._is_dealt(x) else ((layout.rows,), 1)
             exchange, reader = find_exchange(self.group), self._readers.get(self.gathering)
             siblings = None if reader is None or x.ndim != rest + 1 else reader()
-            way = None if siblings is None else siblings.choose_moves(exchange).forward
-            gather = exchange.gather(x.detach().reshape(layout.share, -1), way)
+            moves = BY_SIZE if siblings is None else siblings.choose_moves(exchange)
+            gather = exchange.gather(x.detach().reshape(layout.share, -1), moves.forward)
             if siblings is not None:
-                hold = siblings.begin_ahead(x, gather)
-            rows = gather.wait_all()[: layout.rows]
-            full = collect_rows(x, self.group, layout.rows, rows.view(*lead, *x.shape[rest:]))
+                hold = siblings.begin_ahead(x, gather, moves)
+            rows = gather.wait_all()[: layout.rows].view(*lead, *x.shape[rest:])
+            full = collect_rows(x, self.group, layout.rows, rows) if x.requires_grad and torch.is_grad_enabled() else rows
         self.local, self.full = x, full
         if hold is not None:
             hold(full)
@@ -241,12 +245,19 @@ class TokenStream:
         """`siblings` read what the running module gathered."""
         self._readers.setdefault(self.gathering, weakref.ref(siblings))
 
-    def describe(self, x: Tensor, dtype: torch.dtype | None, gather: Any = None) -> Dealt:
+    def describe(self, x: Tensor, dtype: torch.dtype | None, moves: Moves) -> Dealt:
         """How the rows are dealt of which `x` `[..., K]` are all, or one rank's: for products that move them."""
         layout, group = self._layout(), self.group
-        flat = x.ndim != len(layout.lead) + 1
-        shape, local = ((layout.rows,), (layout.share,)) if flat else (layout.lead, layout.dealt)
-        return Dealt(find_exchange(group), group.tp_rank, group.tp_size, shape, local, dtype, gather)
+        key = layout, x.ndim, dtype, moves
+        found = self._described.get(key)
+        if found is None:
+            flat = x.ndim != len(layout.lead) + 1
+            shape, local = ((layout.rows,), (layout.share,)) if flat else (layout.lead, layout.dealt)
+            found = Dealt(find_exchange(group), group.tp_rank, group.tp_size, shape, local, dtype, moves)
+            if len(self._described) > MOST_LAYOUTS:
+                self._described.clear()
+            self._described[key] = found
+        return found
 
     def _is_dealt(self, x: Tensor) -> bool:
         layout = self._layout()
@@ -317,6 +328,11 @@ class TokenStream:
         finally:
             draws.switch(apart=False)
             self._draws = None
+
+    @property
+    def draws_apart(self) -> bool:
+        """Whether dealt rows draw each rank's own random numbers now."""
+        return self._draws is not None
 
     @contextmanager
     def drawing_together(self) -> Iterator[None]:

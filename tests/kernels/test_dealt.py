@@ -105,8 +105,8 @@ def check_column(group, exchange_class, shape, merged, transposed):
     copies = (None,) * (2 * len(sizes))
     exchange = exchange_class(tp)
     gather = exchange.gather(local.detach().reshape(-1, width))
-    spec = ProductSpec(linear, None, None, transposed, copies, copies, dealt=how(tp, exchange, shape)._replace(gather=gather))
-    outputs = multiply_gathered(spec, local, weights, biases, one)
+    spec = ProductSpec(linear, None, None, transposed, copies, copies, dealt=how(tp, exchange, shape))
+    outputs = multiply_gathered(spec, local, weights, biases, one, gather)
     for got, want in zip(outputs, whole[tp.tp_rank], strict=True):
         torch.testing.assert_close(got, want.detach())
     gathered = weakref.ref(gather.full)
