@@ -15,6 +15,7 @@ NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TEXTS = ["the quick brown fox jumps over a lazy dog", "old birds sing of rain", "one cat sleeps in warm sun while birds sing"]
 
 accelerator = Accelerator(
+    cpu=not torch.cuda.is_available(),
     mixed_precision=sys.argv[1] if len(sys.argv) > 1 else "no",
     gradient_accumulation_steps=2,
     parallelism_config=ParallelismConfig(tp_size=2),  # all ranks of a model get the same batches

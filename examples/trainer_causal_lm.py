@@ -1,5 +1,6 @@
 """Fine-tune a causal language model with transformers' Trainer: torchrun --nproc-per-node 2 examples/trainer_causal_lm.py"""
 
+import torch
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 import autotp
@@ -26,6 +27,7 @@ arguments = TrainingArguments(
     load_best_model_at_end=True,
     logging_steps=1,
     report_to="none",
+    use_cpu=not torch.cuda.is_available(),
 )
 trainer = Trainer(
     model=model,

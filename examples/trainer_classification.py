@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 examples/trainer_classification.py
 """
 
+import torch
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -40,6 +41,7 @@ arguments = TrainingArguments(
     metric_for_best_model="accuracy",
     load_best_model_at_end=True,
     report_to="none",
+    use_cpu=not torch.cuda.is_available(),
 )
 trainer = Trainer(
     model=model,

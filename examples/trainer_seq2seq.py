@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 examples/trainer_seq2seq.py
 """
 
+import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 import autotp
@@ -26,11 +27,13 @@ arguments = Seq2SeqTrainingArguments(
     logging_steps=1,
     save_strategy="no",
     report_to="none",
+    use_cpu=not torch.cuda.is_available(),
 )
 
 
 def count_equal(result):
-    texts, wanted = (tokenizer.batch_decode(ids.clip(0), skip_special_tokens=True) for ids in result[:2])
+    pair = (result.predictions, result.label_ids)
+    texts, wanted = (tokenizer.batch_decode(ids.clip(0), skip_special_tokens=True) for ids in pair)
     return {"samples": len(texts), "equal": sum(text.strip() == want.strip() for text, want in zip(texts, wanted, strict=True))}
 
 

@@ -1,5 +1,6 @@
 """Supervised fine-tuning on chats with TRL: torchrun --nproc-per-node 2 examples/trl_sft.py"""
 
+import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
@@ -22,6 +23,7 @@ arguments = SFTConfig(
     logging_steps=1,
     save_strategy="no",
     report_to="none",
+    use_cpu=not torch.cuda.is_available(),
 )
 trainer = SFTTrainer(
     model=autotp.from_pretrained(NAME),  # NAME

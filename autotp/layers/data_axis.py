@@ -7,12 +7,14 @@ the model, averaged by DistributedDataParallel over the data axis.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler
 
 from ..comm import TPGroup
 from ..errors import AutoTPError
@@ -41,7 +43,8 @@ def count_copies(group: TPGroup, processes: int, what: str) -> int:
         raise AutoTPError(
             f"{what} runs on {processes} ranks and this model on {list(group.ranks)}, which is no row of their mesh of D x "
             f"{group.tp_size}. Start D x {group.tp_size} ranks, and make the model on mesh['tp'] of "
-            f"mesh = init_device_mesh(device, (D, {group.tp_size}), mesh_dim_names=('dp', 'tp'))."
+            f"mesh = init_device_mesh(device, (D, {group.tp_size}), mesh_dim_names=('dp', 'tp')). "
+            f"On CPUs both libraries know of other ranks only with TrainingArguments(use_cpu=True) or Accelerator(cpu=True)."
         )
     return processes // group.tp_size
 
@@ -101,14 +104,43 @@ def wrap_prepare_model(original: Callable) -> Callable:
     return prepare_model
 
 
+class SharedOrder(RandomSampler):
+    """Shuffles as the rank 0 of the job would: accelerate gives ranks one order only where it deals the batches out."""
+
+    def __iter__(self):
+        from accelerate.utils import broadcast_object_list
+
+        seed = [int(torch.empty((), dtype=torch.int64).random_().item())]  # as RandomSampler draws it
+        broadcast_object_list(seed)
+        self.generator = torch.Generator().manual_seed(seed[0])
+        try:
+            yield from super().__iter__()
+        finally:
+            self.generator = None
+
+
+def align_loader(loader: Any, tp_size: int) -> None:
+    """Let the ranks of one model shuffle alike, and their workers draw alike, which Trainer seeds by the rank."""
+    sampler, start = getattr(loader.batch_sampler, "sampler", None), loader.worker_init_fn
+    if type(sampler) is RandomSampler and sampler.generator is None:
+        sampler.__class__ = SharedOrder
+    if isinstance(start, functools.partial) and "rank" in start.keywords:
+        loader.worker_init_fn = functools.partial(start, rank=start.keywords["rank"] // tp_size)
+
+
 def wrap_prepare_loader(original: Callable) -> Callable:
-    """A loader that rank 0 reads for all gives the copies of a model one batch: refused."""
+    """The ranks of a model get the same batches; a loader that rank 0 reads for all copies of it is refused."""
 
     def prepare_data_loader(self, data_loader, *args: Any, **kwargs: Any) -> Any:
         from accelerate.data_loader import DataLoaderDispatcher
 
-        prepared, config = original(self, data_loader, *args, **kwargs), self.parallelism_config
-        if config is None or not (config.tp_enabled and config.dp_shard_enabled):
+        config = self.parallelism_config
+        if config is None or not config.tp_enabled:
+            return original(self, data_loader, *args, **kwargs)
+        if isinstance(data_loader, torch.utils.data.DataLoader) and not getattr(data_loader, "_is_accelerate_prepared", False):
+            align_loader(data_loader, config.tp_size)
+        prepared = original(self, data_loader, *args, **kwargs)
+        if not config.dp_shard_enabled:
             return prepared
         if isinstance(prepared, DataLoaderDispatcher):
             raise AutoTPError(

@@ -30,7 +30,7 @@ Save = Callable[..., None]  # save(model, directory, max_shard_size=..., is_main
 
 def install_integrations(save: Save | None) -> None:
     """Wrap transformers' and accelerate's entry points; `save` writes a parallelized model."""
-    from accelerate import Accelerator, ParallelismConfig
+    from accelerate import Accelerator
     from transformers.generation import GenerationMixin
     from transformers.modeling_utils import PreTrainedModel
     from transformers.trainer import Trainer
@@ -42,7 +42,6 @@ def install_integrations(save: Save | None) -> None:
     replace(Trainer, "save_model", _wrap_trainer_save)
     replace(Trainer, "_save_optimizer_and_scheduler", _wrap_trainer_save_optimizer)
     replace(Trainer, "_load_optimizer_and_scheduler", _wrap_trainer_load_optimizer)
-    replace(ParallelismConfig, "_validate_accelerator", data_axis.wrap_validate)
     replace(Accelerator, "get_state_dict", _wrap_get_state_dict)
     replace(Accelerator, "prepare", data_axis.wrap_prepare)
     replace(Accelerator, "prepare_model", data_axis.wrap_prepare_model)
@@ -51,6 +50,13 @@ def install_integrations(save: Save | None) -> None:
     replace(Accelerator, "gather_for_metrics", data_axis.wrap_gather_for_metrics)
     replace(Accelerator, "save_state", _wrap_save_state)
     replace(Accelerator, "load_state", _wrap_load_state)
+
+
+def install_on_cpus() -> None:
+    """Let an Accelerator on CPUs have a tp axis; before there is a model, since scripts make their Accelerator first."""
+    from accelerate import ParallelismConfig
+
+    replace(ParallelismConfig, "_validate_accelerator", data_axis.wrap_validate)
 
 
 def replace(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
