@@ -76,6 +76,7 @@ LINEAR_STATE = (
     "reduce_dtype",
     "columns",
     "keep_sharded",
+    "ran",
     "tokens",
     *OPTIONS,
 )
