@@ -6,6 +6,7 @@
 | `reduce_from_group` | all-reduce | identity | partial sums leave it |
 | `gather_from_group` | all-gather | slice | sharded columns become whole for replicated computation |
 | `split_to_group` | slice | all-gather | whole columns become sharded after replicated computation |
+| `gather_columns_from_group`, `split_columns_to_group` | all-gather; slice | slice; all-gather | the same, of columns of rows |
 | `copy_columns_to_group` | identity | all-reduce of some columns | the same, where only they enter |
 | `keep_on_first` | identity on rank 0, zeros elsewhere | all-reduce of rank 0's | a bias is added to partial sums once |
 | `sum_copies` | identity | sum over the holders | sharded computation reads what several ranks hold |
@@ -24,12 +25,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .comm import TPGroup
 from .errors import PlanError
-from .shard import Shard, put_runs, take_runs
+from .shard import Cut, Shard, put_runs, run_width, take_runs
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -77,6 +79,41 @@ class _GatherFromGroup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         return ctx.shard.split(grad, ctx.group.tp_rank).contiguous(), None, None
+
+
+def _join_columns(x: Tensor, group: TPGroup, cut: Cut, size: int) -> Tensor:
+    """All ranks' columns `[M, n]` as `[M, size]`; each is held by one rank."""
+    widths = [run_width(runs) for runs in cut.runs]
+    padded = F.pad(x, (0, max(widths) - x.shape[1])) if x.shape[1] < max(widths) else x
+    every = group.gather_rows(padded).view(group.tp_size, x.shape[0], max(widths))
+    full = x.new_empty(x.shape[0], size)
+    for rank, (runs, width) in enumerate(zip(cut.runs, widths, strict=True)):
+        put_runs(full, 1, runs, every[rank, :, :width])
+    return full
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: TPGroup, cut: Cut, size: int) -> Tensor:
+        ctx.runs = cut.runs[group.tp_rank]
+        return _join_columns(x, group, cut, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return take_runs(grad, 1, ctx.runs).contiguous(), None, None, None
+
+
+class _SplitColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: TPGroup, cut: Cut) -> Tensor:
+        ctx.group, ctx.cut, ctx.size = group, cut, x.shape[1]
+        return take_runs(x, 1, cut.runs[group.tp_rank]).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return _join_columns(grad, ctx.group, ctx.cut, ctx.size), None, None
 
 
 class _SplitToGroup(torch.autograd.Function):
@@ -342,6 +379,39 @@ def gather_from_group(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
         return x
     check_held_once(shard)
     return _GatherFromGroup.apply(x, group, shard)
+
+
+def gather_columns_from_group(x: Tensor, group: TPGroup, cut: Cut, size: int) -> Tensor:
+    """`[M, size]` of the ranks' columns `x` `[M, n]`, dealt as `cut` says; the gradient, equal on all ranks, is split again.
+
+    Raises:
+        PlanError: a column is held twice: the gradients of copies would have to be added up, and are not.
+    """
+    if group.tp_size == 1:
+        return x
+    _check_columns(cut, size)
+    return _GatherColumns.apply(x, group, cut, size)
+
+
+def split_columns_to_group(x: Tensor, group: TPGroup, cut: Cut) -> Tensor:
+    """This rank's columns of `x` `[M, K]`, which is equal on all ranks; the parts' gradients are gathered.
+
+    Raises:
+        PlanError: a column is held twice.
+    """
+    if group.tp_size == 1:
+        return x
+    _check_columns(cut, x.shape[1])
+    return _SplitColumns.apply(x, group, cut)
+
+
+def _check_columns(cut: Cut, size: int) -> None:
+    held = sum(run_width(runs) for runs in cut.runs)
+    if held != size:
+        raise PlanError(
+            f"{held} columns are dealt of {size}, some held more than once: gather or split them outside autograd "
+            f"(TPGroup.all_gather, Shard.split)"
+        )
 
 
 def split_to_group(x: Tensor, group: TPGroup, shard: Shard) -> Tensor:

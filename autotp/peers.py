@@ -22,6 +22,7 @@ WORDS = (2048, 8192)  # of 4 bytes in a row, in the inboxes that may be made
 ARENA_BYTES = 1 << 20  # of PyTorch's own one-shot and two-shot sums
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS = ("push", "one_shot", "two_shot")
+LOOKS_A_SECOND = 2_500_000  # about what a program that waits for words manages
 
 
 class PeerMemory:
@@ -39,6 +40,20 @@ class PeerMemory:
         self._memory: list[Tensor] = []  # which the inboxes only know the addresses of
         self._arena: Tensor | None = None
         self._refused = ""
+        self._lost: Tensor | None = None  # which rank's words did not come, plus one: written by kernels, read by the host
+
+    def check(self) -> None:
+        """Refuse to go on where a rank's part of an earlier sum did not come in time.
+
+        Raises:
+            AutoTPError: naming that rank.
+        """
+        lost = 0 if self._lost is None else int(self._lost.item())
+        if lost:
+            raise AutoTPError(
+                f"TP rank {lost - 1} did not give its part of a sum within about {self.tp.timeout_s:g} s, so it has died or runs "
+                f"something else: look for its error. What was computed since is wrong: end this process and load the model again"
+            )
 
     def sum_small(self, tensor: Tensor, kind: str = "push") -> Tensor | None:
         """The sum over the ranks of a contiguous `tensor`, as a new one; None, and nothing done, where it is too large.
@@ -94,6 +109,7 @@ class PeerMemory:
         words = next((words for words in WORDS if 0 < row_bytes <= 4 * words), 0)
         if not words or row_bytes % 4 or not 0 < rows <= ROWS:
             return None
+        self.check()
         if words not in self._inboxes and self._can_make():
             self._inboxes[words] = self._try(self._make_inbox, words)
         return self._inboxes.get(words)
@@ -117,9 +133,13 @@ class PeerMemory:
         from .kernels.triton_peers import Inbox
 
         parts = self._make_memory(2 * self.tp.tp_size * ROWS * words * 8)
-        addresses = torch.tensor([each.data_ptr() for each in parts], dtype=torch.int64, device=self.tp.device)
-        counters = torch.zeros(ROWS, dtype=torch.int32, device=self.tp.device)
-        return Inbox(addresses, counters, words, self.tp.tp_rank, self.tp.tp_size)
+        if self._lost is None:
+            self._lost = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # a GPU reaches it by the host's address
+        places = [each.data_ptr() for each in (*parts, self._lost)]
+        addresses = torch.tensor(places, dtype=torch.int64, device=self.tp.device)
+        counters = torch.zeros(ROWS + 1, dtype=torch.int32, device=self.tp.device)
+        patience = min(2**31 - 1, int(self.tp.timeout_s * LOOKS_A_SECOND))
+        return Inbox(addresses, counters, words, self.tp.tp_rank, self.tp.tp_size, patience)
 
     def _make_memory(self, n_bytes: int) -> list[Tensor]:
         """Zeros of every rank, as this one sees them, the same ones for all; a failure on one rank is one on all."""

@@ -5,8 +5,9 @@ PYTHONPATH=. python scripts/bench_load.py --dir DIR [--ways autotp cut transform
 DIR/plain is a random bfloat16 llama of 1.9 GB, made if it is not there; DIR/cut what `autotp shard` makes of it. Each way runs in
 processes of its own, by turns. Memory is what is anonymous in /proc/self/smaps_rollup: heap, not pages of mapped files. Its peak
 is sampled while the model loads, over what the process has when its libraries are imported; `held` are the parameters.
-`used` counts until every page of the weights was read once: what is only mapped has not been loaded before. AUTOTP_CACHE is
-heeded: from the second round on the plan comes from there.
+`used` counts until every page of the weights was read once: what is only mapped has not been loaded before. `core` are the
+seconds that the busiest rank had of a core until then, less the sampling; other jobs change them less. AUTOTP_CACHE is heeded:
+from the second round on the plan comes from there.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def main() -> int:
         print(
             f"{way:>13}: {statistics.median(seconds):5.1f} s ({min(seconds):.1f} to {max(seconds):.1f}), "
             f"used after {statistics.median(run['used'] for run in runs):.1f} s, "
+            f"core {statistics.median(run['core'] for run in runs):.1f} s, "
             f"peak beyond the shard {beyond / 1e6:6.0f} MB, shard {runs[0]['held'] / 1e6:.0f} MB, load of the machine {loads}"
         )
     if args.out:
@@ -99,15 +101,16 @@ def run_rank(root: str, way: str, rank: int) -> int:
     work = load(str(Path(root) / ("cut" if way == "cut" else "plain")))
     dist.barrier()
     before = read_anonymous_bytes()
-    peak, done = [before], threading.Event()
+    peak, watched, done = [before], list[float](), threading.Event()
 
     def watch() -> None:
         while not done.wait(0.005):
             peak.append(read_anonymous_bytes())
+        watched.append(time.thread_time())
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    begun = time.monotonic()
+    begun, core = time.monotonic(), time.process_time()
     model = work()
     dist.barrier()
     seconds = time.monotonic() - begun
@@ -118,10 +121,17 @@ def run_rank(root: str, way: str, rank: int) -> int:
     used = time.monotonic() - begun
     done.set()
     watcher.join()
+    core = time.process_time() - core - watched[0]
     held = sum(count_bytes(parameter) for parameter in model.parameters())
     print(
         json.dumps(
-            {"seconds": seconds, "used": used, "held": held, "beyond": max(*peak, read_anonymous_bytes()) - before - held}
+            {
+                "seconds": seconds,
+                "used": used,
+                "core": core,
+                "held": held,
+                "beyond": max(*peak, read_anonymous_bytes()) - before - held,
+            }
         ),
         flush=True,
     )

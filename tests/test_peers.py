@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from autotp.errors import AutoTPError
 from autotp.kernels import reference
 from autotp.kernels.triton_peers import Inbox
 from autotp.peers import ROWS, PeerMemory
@@ -17,11 +18,13 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="one rank alon
 def peers(monkeypatch):
     monkeypatch.setenv("AUTOTP_BACKEND", "reduce_rows=triton,best_columns=triton")
     assert os.environ["TRITON_INTERPRET"] == "1"
-    made = PeerMemory(SimpleNamespace(tp_rank=0, tp_size=1, device=torch.device("cpu")))
+    made = PeerMemory(SimpleNamespace(tp_rank=0, tp_size=1, timeout_s=600, device=torch.device("cpu")))
     made._refused = "one rank needs no more"
     memory = torch.zeros(2 * ROWS * 2048, dtype=torch.int64)
     made._memory.append(memory)
-    made._inboxes[2048] = Inbox(torch.tensor([memory.data_ptr()]), torch.zeros(ROWS, dtype=torch.int32), 2048, 0, 1)
+    made._lost = torch.zeros(1, dtype=torch.int32)
+    addresses = torch.tensor([memory.data_ptr(), made._lost.data_ptr()])
+    made._inboxes[2048] = Inbox(addresses, torch.zeros(ROWS + 1, dtype=torch.int32), 2048, 0, 1, 1 << 30)
     return made
 
 
@@ -54,3 +57,11 @@ def test_the_largest_column_is_chosen(peers):
     tokens, halted = peers.best_columns(logits, 10, torch.tensor([4]))
     assert tokens.tolist() == [11, 10] and halted.tolist() == [4]
     assert peers.best_columns(logits.t().contiguous().t(), 10, torch.tensor([4])) is None
+
+
+def test_nothing_goes_on_once_a_ranks_part_did_not_come(peers):
+    peers.check()
+    peers._lost.fill_(1)
+    for call in (peers.check, lambda: peers.sum_small(torch.ones(4))):
+        with pytest.raises(AutoTPError, match=r"TP rank 0 did not give its part of a sum within about 600 s"):
+            call()

@@ -120,14 +120,16 @@ class ShardedSource:
         return self._parts[0][name].dtype
 
     def read(self, name: str, shard: Shard | None, rank: int, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-        """What `rank` holds of it: copied out of its own file, or put together if `shard` is not the one that was cut.
+        """What `rank` holds of it: from its own file, or put together if `shard` is not the one that was cut.
 
         Raises:
             CheckpointError: a file changed since it was opened, or can't be read.
         """
         own = self.shards.get(name)
-        if own is not None and own == shard:
-            return take_part(self._get(rank, name), None, rank, dtype, device)
+        if own is None:
+            return self._files.take(name, self._parts[0][name], shard, rank, dtype, device)
+        if own == shard:
+            return self._files.take(name, self._parts[rank][name], None, rank, dtype, device)
         return take_part(self.view(name), shard, rank, dtype, device)
 
     def view(self, name: str) -> Tensor:

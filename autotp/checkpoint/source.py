@@ -4,6 +4,10 @@
 |---|---|
 | `ModuleSource` | a copy of the rank's part |
 | `SafetensorsSource` | the same; the files are mapped, and only the pages that hold the rank's runs are touched |
+| | on the CPU, nothing for one run of bytes in the dtype that is asked for: it stays in the mapped file, as with transformers |
+
+The mapping is private: writing to a tensor changes no file, and a file may be removed, or replaced by another, while the model
+lives. One that is truncated or written over in place takes the weights with it. What is read twice may be the same memory.
 
 Everything that can be wrong with a checkpoint's files is found when it is opened, from their headers, before any model is
 changed.
@@ -46,7 +50,7 @@ class WeightSource(Protocol):
         ...
 
     def read(self, name: str, shard: Shard | None, rank: int, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-        """What `rank` holds of it, in memory of its own, in `dtype` (None: as stored) on `device`."""
+        """What `rank` holds of it, in a storage of its own that may be written to, in `dtype` (None: as stored) on `device`."""
         ...
 
     def view(self, name: str) -> Tensor:
@@ -105,9 +109,17 @@ class ModuleSource:
 
 
 def take_part(full: Tensor, shard: Shard | None, rank: int, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """`rank`'s part of `full`, contiguous, in memory of its own; the part alone is converted and moved."""
-    part = full if shard is None else shard.split(full, rank)
-    return part.to(device=device, dtype=dtype or full.dtype, copy=True, memory_format=torch.contiguous_format)
+    """`rank`'s part of `full`, contiguous, in memory of its own; the part alone is converted and moved, and copied once."""
+    return _own_part(full if shard is None else shard.split(full, rank), full, dtype, device)
+
+
+def _own_part(part: Tensor, full: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    made = not _shares(part, full) and part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes  # by the cut
+    return part.to(device=device, dtype=dtype or full.dtype, copy=not made, memory_format=torch.contiguous_format)
+
+
+def _shares(part: Tensor, full: Tensor) -> bool:
+    return part.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
 
 
 def digest_lines(lines: Iterable[str]) -> str:
@@ -136,6 +148,23 @@ class MappedFiles:
         if tuple(full.shape) != stored.shape:
             raise CheckpointError(f"{stored.file} changed while it was read: '{name}' is {tuple(full.shape)}, was {stored.shape}")
         return full
+
+    def take(
+        self, name: str, stored: StoredTensor, shard: Shard | None, rank: int, dtype: torch.dtype | None, device: torch.device
+    ) -> Tensor:
+        """`rank`'s part: where it lies in the file if it can be used there, copied otherwise.
+
+        Raises:
+            CheckpointError: as `get`.
+        """
+        full = self.get(name, stored)
+        part = full if shard is None else shard.split(full, rank)
+        if device.type != "cpu" or dtype not in (None, full.dtype) or not part.is_contiguous() or not _shares(part, full):
+            return _own_part(part, full, dtype, device)
+        storage = full.untyped_storage()
+        begin = part.data_ptr() - storage.data_ptr()
+        own: Any = storage[begin : begin + part.nbytes]
+        return torch.empty(0, dtype=full.dtype).set_(own, 0, part.shape)
 
     def check(self, name: str, stored: StoredTensor) -> None:
         """Compare all of a tensor's bytes with the checksum that was saved beside it, if one was.
@@ -211,12 +240,12 @@ class SafetensorsSource:
         return self.tensors[name].dtype
 
     def read(self, name: str, shard: Shard | None, rank: int, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-        """What `rank` holds of it, copied out of the mapped file: the rank's part is all that takes memory.
+        """What `rank` holds of it, which is all that takes memory, if it does not stay in the mapped file.
 
         Raises:
             CheckpointError: the file changed since it was opened, or can't be read.
         """
-        return take_part(self.view(name), shard, rank, dtype, device)
+        return self._files.take(name, self.tensors[name], shard, rank, dtype, device)
 
     def view(self, name: str) -> Tensor:
         """All of it, in the mapped file's memory.

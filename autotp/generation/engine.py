@@ -34,6 +34,7 @@ class Engine:
             known that the last token ended everything. pads: whether batches are rounded up.
         captures: graphs captured so far. broken: why capturing was given up, by the kind of step.
         special: whether captured steps take the kernels made for decoding. busy: whether a generation is under way.
+        met: whether the ranks have met in the call of `generate` that runs.
     """
 
     def __init__(self, group: TPGroup) -> None:
@@ -41,7 +42,7 @@ class Engine:
         self.graphs = self.runs_ahead = self.pads = group.device.type == "cuda"
         self.captures = 0
         self.broken: dict[type, str] = {}
-        self.special, self.busy = True, False
+        self.special, self.busy, self.met = True, False, False
         self._said: set[str] = set()
         self.release()
 
@@ -116,20 +117,25 @@ class Engine:
         """Run a step; False where kernels made for decoding could not, on all ranks alike, and nothing was changed.
 
         Raises:
-            AutoTPError: another rank failed alone; what the step raised, where no such kernels were in it.
+            AutoTPError: other ranks failed and this one did not; what the step raised, where it failed on some ranks alone or
+                no such kernels were in it.
         """
-        failure = None
+        failure: Exception | None = None
         try:
             step.run(model)
         except Exception as error:  # a kernel or a tensor that waits, in a forward that nobody foresaw
             if not self.special:
                 raise
-            failure = describe(error)
-        failures = [text for text in self.group.gather_objects(failure) if text]
+            failure = error
+        texts = self.group.gather_objects(None if failure is None else describe(failure))
+        failures = [text for text in texts if text]
         if not failures:
             return True
         if failure is None:
-            raise AutoTPError(f"decoding failed on another TP rank: {failures[0]}")
+            failed = [rank for rank, text in enumerate(texts) if text]
+            raise AutoTPError(f"{step.said} failed on TP rank(s) {failed}: {failures[0]}")
+        if len(failures) < len(texts):  # it would go on alone
+            raise failure
         self.say(f"generate decodes without the kernels made for it: {failures[0]}")
         return False
 
@@ -164,7 +170,7 @@ class Engine:
                 log.warning("autotp: %s", text)
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """An error in one line."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 

@@ -20,13 +20,14 @@ from ..comm import TPGroup
 from ..errors import AutoTPError
 from ..layers.integrations import replace
 from .choose import Head
-from .engine import Engine, find_engine
-from .loop import Loop, Request
+from .engine import Engine, describe, find_engine
+from .loop import Loop, Request, refuse_failures
 from .prompt import PromptStep, fit_graph, read_prompt, take_inputs
 from .serve import CONSTANTS, find_cache_name, why_not
 from .step import Form, Step
 
 _installed = False
+FAILED = "failed: "  # begins a rank's note where there is no generation
 _OTHERS = {"_beam_search": "beam search", "_assisted_decoding": "assisted decoding"}
 
 
@@ -36,9 +37,28 @@ def install_generation() -> None:
     if _installed:
         return
     _installed = True
+    replace(GenerationMixin, "generate", _wrap_generate)
     replace(GenerationMixin, "_sample", _wrap_sample)
     for name, words in _OTHERS.items():
         replace(GenerationMixin, name, lambda original, words=words: _wrap_other(original, words))
+
+
+def _wrap_generate(original: Callable) -> Callable:
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        engine = find_engine(self)
+        if engine is None:
+            return original(self, *args, **kwargs)
+        outer, engine.met = engine.met, False
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException as error:
+            if not engine.met:  # a streamer that fails on the prompt, say: the other ranks are about to wait for this one
+                engine.group.arrive("generate", FAILED + describe(error), wait=False)
+            raise
+        finally:
+            engine.met = outer
+
+    return generate
 
 
 def _wrap_sample(original: Callable) -> Callable:
@@ -73,6 +93,7 @@ def _wrap_other(original: Callable, words: str) -> Callable:
 def _prepare_other(engine: Engine, config: Any, reason: str) -> None:
     """What transformers' own loops need on sharded models: one stream of draws."""
     engine.say(f"generate runs transformers' own decoding, without CUDA graphs: {reason}")
+    check_alike(engine, "transformers' own decoding")
     if config is None or config.do_sample:
         align_draws(engine.group)
 
@@ -94,7 +115,7 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
     """
     cache_name = find_cache_name(model_kwargs)
     assert cache_name is not None
-    check_alike(engine.group, request.describe(input_ids, model_kwargs.get("attention_mask")))
+    check_alike(engine, request.describe(input_ids, model_kwargs.get("attention_mask")))
     request.config.disable_compile = True
     engine.refresh(model)
     inputs = take_inputs(input_ids, {name: value for name, value in model_kwargs.items() if name != cache_name})
@@ -141,13 +162,15 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
     return made(sequences=sequences, scores=loop.scores, logits=loop.logits, **{cache_name: kept})
 
 
-def check_alike(group: TPGroup, asked: str) -> None:
-    """Refuse a generation that ranks ask for in different ways, before any of them waits for another.
+def check_alike(engine: Engine, asked: str) -> None:
+    """Refuse a generation that ranks ask for in different ways, or that failed on one, before any of them waits for another.
 
     Raises:
-        AutoTPError: naming the ranks and what they ask for; GatherError: the ranks that did not come.
+        AutoTPError: naming the ranks and what they ask for, or what was raised; GatherError: the ranks that did not come.
     """
-    notes = group.arrive("generate", asked)
+    engine.met = True
+    notes = engine.group.arrive("generate", asked)
+    refuse_failures([note.removeprefix(FAILED) if note.startswith(FAILED) else "" for note in notes], "generate failed")
     odd = [rank for rank, note in enumerate(notes) if note != notes[0]]
     if odd:
         raise AutoTPError(

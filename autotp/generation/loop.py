@@ -24,7 +24,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from ..errors import AutoTPError
 from .choose import agree
-from .engine import Engine
+from .engine import Engine, describe
 from .step import MOST_EOS, Step
 
 SURE = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)  # equal tokens give equal answers on all ranks
@@ -69,6 +69,17 @@ class Request:
         )
 
 
+def refuse_failures(failures: list[str], what: str) -> None:
+    """Raise if a rank left word of a failure; one rank's own is what it raises itself.
+
+    Raises:
+        AutoTPError: naming the ranks that failed.
+    """
+    failed = [rank for rank, text in enumerate(failures) if text]
+    if failed:
+        raise AutoTPError(f"{what} on TP rank(s) {failed}: {failures[failed[0]]}")
+
+
 class Loop:
     """One generation.
 
@@ -94,7 +105,7 @@ class Loop:
         """
         request = self.request
         with self._interruptible():
-            self._begin(read_prompt())
+            self._begin(self._read_together(read_prompt))
             while self.length < request.limit:
                 if not self.engine.runs_ahead and self._settle():
                     break
@@ -108,6 +119,21 @@ class Loop:
         if request.streamer is not None:
             request.streamer.end()
         return self.step.ids[: self.batch, : self.length].clone()
+
+    def _read_together(self, read_prompt: Callable[[], Tensor]) -> Tensor:
+        """What `read_prompt` returns, once it has on all ranks.
+
+        Raises:
+            AutoTPError: it failed on another rank.
+        """
+        group = self.step.group
+        try:
+            logits = read_prompt()
+        except BaseException as error:
+            group.arrive("the prompt", describe(error), wait=False)
+            raise
+        refuse_failures(group.arrive("the prompt"), "reading the prompt failed")
+        return logits
 
     def _begin(self, logits: Tensor) -> None:
         """The first token, of the prompt's logits, in buffers of the step's size."""
@@ -161,6 +187,9 @@ class Loop:
     def _settle(self) -> bool:
         """Read the newest report, hand its tokens on, and say whether all ranks stop here."""
         tokens, done, self.halted = self.mailbox.read(self.batch)
+        peers = self.step.group.find_peers()
+        if peers is not None:
+            peers.check()
         if not self.halted:
             self._attempt(lambda: self._deliver(tokens))
         return done or self.halted != 0

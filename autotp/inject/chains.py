@@ -11,7 +11,7 @@ from ..comm import TPGroup
 from ..errors import PlanError
 from ..layers.token_modules import install_tokens
 from ..layers.tokens import TokenPart, TokenStream
-from .plan import Chain, Plan
+from .plan import Chain, Plan, TokenPlan
 
 
 def find_stream(plan: Plan, streams: Mapping[str, TokenStream], name: str) -> TokenStream | None:
@@ -39,6 +39,7 @@ def rewrite_chain(model: nn.Module, chain: Chain, plan: Plan, group: TPGroup, st
             enters = (chain.join_argument,)
         if not enters:
             continue
+        scatters, inside = find_held(entries, name, is_layer)
         part = TokenPart(
             stream,
             name,
@@ -48,6 +49,22 @@ def rewrite_chain(model: nn.Module, chain: Chain, plan: Plan, group: TPGroup, st
             slices=tokens is not None and tokens.leaves == "slice",
             joins=name == chain.join,
             summed=() if tokens is None else tokens.summed,
+            scatters=scatters,
+            inside=inside,
             draws=draws and is_layer,
         )
         install_tokens(module, group, name, part)
+
+
+def find_held(entries: Mapping[str, TokenPlan], name: str, is_layer: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """`scatters` and `inside` of a module's TokenPart: names below it."""
+
+    def below(other: str) -> list[str]:
+        return [each[len(other) + 1 :] for each in entries if each.startswith(f"{other}.")]
+
+    gathers = [each for each in below(name) if entries[f"{name}.{each}"].gathers]
+    rows = [each for each in below(name) if entries[f"{name}.{each}"].leaves == "scatter"]
+    if not is_layer:
+        return tuple(rows), ()
+    outside = [row for row in rows if row not in gathers and not any(row.startswith(f"{each}.") for each in gathers)]
+    return (), (*gathers, *outside)

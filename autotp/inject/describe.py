@@ -27,6 +27,8 @@ def describe_plan(plan: Plan, rank: int, width: int | None = None) -> str:
     forward, backward = plan.collectives
     lines += ["", f"collectives of activations between embedding and head: {forward} forward, {backward} backward"]
     lines += _describe_tokens(plan)
+    own = Counter(fold_name(each.name) for each in plan.draws if each.inside in ("apart", "either"))
+    lines += [f"dropout of its own on each rank: {', '.join(own)}"] if own else []
     if plan.fused:
         kinds = Counter(f"{fusion.describe()}: {fold_name(fusion.name)}" for fusion in plan.fused)
         lines += ["", "fused:", *(f"{what} ({n}x)" if n > 1 else what for what, n in kinds.items())]

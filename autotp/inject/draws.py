@@ -51,7 +51,7 @@ _NAMES = [
     "random_",
     "uniform_",
 ]
-_DRAWING = {getattr(holder, name) for name in _NAMES for holder in (torch, torch.Tensor, F) if hasattr(holder, name)}
+DRAWING = {getattr(holder, name) for name in _NAMES for holder in (torch, torch.Tensor, F) if hasattr(holder, name)}
 
 
 class Draws:
@@ -62,7 +62,7 @@ class Draws:
 
     def run(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """`func(*args, **kwargs)`; if it draws, from this stream in place of torch's default one."""
-        if func not in _DRAWING:
+        if func not in DRAWING:
             return func(*args, **kwargs)
         with _LOCK:
             before = torch.get_rng_state()

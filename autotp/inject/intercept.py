@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .derived import note_sources, read_derived
-from .draws import Draws
+from .draws import DRAWING, Draws
 from .shadow import Shadow
 from .sites import READERS, Operands, read_site
 from .smooth import SMOOTH
@@ -44,11 +44,12 @@ class Interceptor(TorchFunctionMode):
         shadow: Shadow,
         respond: Callable[[Operands, str, Any, tuple, dict], Tensor],
         note: Callable[[Tensor], None] = lambda number: None,
-        drop: Callable[[], None] = lambda: None,
+        drop: Callable[[Tensor, Any, bool], None] = lambda drawn, rate, drops: None,
     ) -> None:
         """`note` is shown every number of floating kind that Python reads, or compares: a branch may hang on it.
 
-        `drop` is called where the model calls dropout, whatever its rate: nothing is dropped here.
+        `drop` is called where the model draws: with what it drops and the rate, whatever that is, for nothing is dropped here;
+        or with what it has drawn.
         """
         super().__init__()
         self.shadow, self.respond, self.note, self.drop, self.draws = shadow, respond, note, drop, Draws()
@@ -82,10 +83,16 @@ class Interceptor(TorchFunctionMode):
         if func in SMOOTH and args and args[0].is_floating_point():
             return SMOOTH[func](*args, **kwargs)
         if func in _DROPOUTS:
-            self.drop()
-            return args[0]
-        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
-            kwargs = {**kwargs, "dropout_p": 0.0}
+            x = args[0] if args else kwargs["input"]
+            self.drop(x, args[1] if len(args) > 1 else kwargs.get("p", 0.5), True)
+            return x
+        if func is F.scaled_dot_product_attention:
+            rate = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+            self.drop(args[0] if args else kwargs["query"], rate, True)
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs = {**kwargs, "dropout_p": 0.0}
         if func is F.batch_norm:
             return _batch_norm(*args, **kwargs)
         if _is_composite(func):
@@ -96,7 +103,10 @@ class Interceptor(TorchFunctionMode):
         args, kwargs = map_nested(self._widen, args), {key: map_nested(self._widen, value) for key, value in kwargs.items()}
         if func in _CONVOLUTIONS and (made := _depthwise(*args, **kwargs)) is not None:
             return made
-        return self.draws.run(func, args, kwargs)
+        made = self.draws.run(func, args, kwargs)
+        if func in DRAWING and isinstance(made, Tensor):
+            self.drop(made, None, False)
+        return made
 
     def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """What `func` makes of a big Parameter, where that takes no numbers: a view (an expert, a transpose), a shape, a type."""

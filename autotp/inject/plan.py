@@ -17,7 +17,19 @@ from ..shard import Run, Shard
 from .callsites import ShapeFix
 from .describe import describe_plan, fold_name
 
-__all__ = ["Chain", "Fusion", "InputPlan", "ModulePlan", "NormPlan", "Plan", "Region", "TokenPlan", "WholePlan", "fold_name"]
+__all__ = [
+    "Chain",
+    "DrawPlan",
+    "Fusion",
+    "InputPlan",
+    "ModulePlan",
+    "NormPlan",
+    "Plan",
+    "Region",
+    "TokenPlan",
+    "WholePlan",
+    "fold_name",
+]
 
 COLUMN_STYLES = ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep")
 ROW_STYLES = ("rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep")
@@ -94,6 +106,26 @@ class TokenPlan:
     leaves: str = ""
     summed: tuple[str, ...] = ()
     draws: bool = False
+
+
+@dataclass(frozen=True)
+class DrawPlan:
+    """What a module does about random numbers while it trains; names without one draw as the module around them.
+
+    Attributes:
+        name: full module name.
+        inside: "apart": each rank draws its own numbers in it; "either": alike, until a module in it says otherwise; "alike".
+        after: how the draws behind it in the module around it go on: "apart", "alike" or "" as before.
+        parts: rank -> a number that ranks which draw alike share.
+        rates: the attributes by which it drops ("config.attention_dropout", "p"); where all are 0, nothing is done. Empty: not
+            known.
+    """
+
+    name: str
+    inside: str = ""
+    after: str = ""
+    parts: tuple[int, ...] = ()
+    rates: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -240,6 +272,7 @@ class Plan:
         fused: what runs as one kernel; `dataclasses.replace(plan, fused=())` runs everything as the model is written.
         sequence_parallel: False, True (tokens are dealt where there are as many as ranks) or "auto" (where they are many enough).
         chains: the layers between whose regions tokens are dealt; tokens: why not of others, if they were asked for.
+        draws: which modules draw random numbers on split values, and are each rank's own then.
     """
 
     tp_size: int
@@ -257,6 +290,7 @@ class Plan:
     sequence_parallel: bool | str = False
     chains: tuple[Chain, ...] = ()
     tokens: str = ""
+    draws: tuple[DrawPlan, ...] = ()
 
     def __getitem__(self, name: str) -> ModulePlan:
         return self.by_name[name]
@@ -338,8 +372,9 @@ class Plan:
             whole = tuple(WholePlan(**entry) for entry in data["whole"])
             fused = tuple(Fusion(**{k: _tuples(v) for k, v in entry.items()}) for entry in data.pop("fused", ()))
             chains = tuple(Chain(**{k: _tuples(v) for k, v in entry.items()}) for entry in data.pop("chains", ()))
+            draws = tuple(DrawPlan(**{k: _tuples(v) for k, v in entry.items()}) for entry in data.pop("draws", ()))
             rest = {k: _tuples(v) for k, v in data.items() if k not in ("modules", "regions", "whole")}
-            return cls(modules=tuple(modules), regions=regions, whole=whole, fused=fused, chains=chains, **rest)
+            return cls(modules=tuple(modules), regions=regions, whole=whole, fused=fused, chains=chains, draws=draws, **rest)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"this is not a plan that Plan.to_json wrote: {error!r}") from error
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..comm import TPGroup
 from ..errors import ProofError
 from .compare import compare_gradient
+from .drawing import Drop, Parts, find_parts
 from .intercept import Interceptor, flatten, keep_state, running
 from .plan import ATTENTION_STYLES, ModulePlan, Plan
 from .rank_run import RankRun, cut_shadow, take
@@ -31,25 +32,32 @@ from .threads import SoloGroup, ThreadGroup, ThreadRanks
 Rewrite = Callable[[nn.Module, Plan, TPGroup], None]
 
 
-def prove(shadow: Shadow, plan: Plan, references: Sequence[Reference], rewrite: Rewrite) -> None:
+def prove(shadow: Shadow, plan: Plan, references: Sequence[Reference], rewrite: Rewrite) -> list[tuple[Drop, Parts]]:
     """Run every rank of `plan` on every reference, forward and backward.
 
     Args:
         rewrite: swaps the modules' forwards, given model, plan and group.
 
+    Returns:
+        the whole model's draws, and for each which ranks draw alike.
+
     Raises:
         ProofError: naming the first site, tensor or parameter that differs, on which rank and by how much.
     """
     inner = leave_out(plan, lambda module: module.style in ATTENTION_STYLES)  # torch's own attention has a rule of its own
-    inner = replace(inner, sequence_parallel=bool(inner.chains))  # few as the tokens are
+    inner = replace(inner, sequence_parallel=bool(inner.chains), draws=())  # few as the tokens are; nothing is dropped
     locals_ = [cut_shadow(shadow, inner.shards, rank) for rank in range(plan.tp_size)]
     threads = ThreadRanks(plan.tp_size)
     for rank, local in enumerate(locals_):
         rewrite(local.model, inner, ThreadGroup(threads, rank))
+    draws: list[tuple[Drop, Parts]] = []
     for reference in references:
         threads.barrier.reset()
         results = _run_ranks(reference, locals_, inner, threads)
         _check_gradients(reference, inner, results)
+        whole = reference.record.drawn
+        draws += zip(whole, find_parts(whole, [run.drawn for run, *_ in results]), strict=False)
+    return draws
 
 
 def try_rewrite(shadow: Shadow, plan: Plan, rewrite: Rewrite) -> None:
@@ -86,7 +94,7 @@ def _run_ranks(reference: Reference, locals_: list[Shadow], plan: Plan, threads:
         run = RankRun(reference, locals_[rank], plan.shards, rank, parts)
         try:
             with torch.enable_grad():
-                with keep_state(locals_[rank].model), Interceptor(locals_[rank], run.respond, run.note):
+                with keep_state(locals_[rank].model), Interceptor(locals_[rank], run.respond, run.note, run.note_draw):
                     output = locals_[rank].model(**run.arguments())
                 outputs = [t for t in flatten(output) if t.is_floating_point()]
                 results[rank] = (run, *run.finish(outputs))

@@ -53,6 +53,7 @@ class RankRun:
         """`values=False` compares shapes alone, where a norm over all ranks can't be right on one."""
         self.reference, self.shadow, self.shards, self.rank, self.values = reference, shadow, shards, rank, values
         self.part, self.read = parts[rank], 0
+        self.drawn: list[Tensor] = []
         self.seen: dict[str, int] = defaultdict(int)
         self.roles: dict[SiteKey, tuple[Any, Any]] = {}
         self.leaves: list[tuple[int, Tensor]] = []
@@ -113,6 +114,10 @@ class RankRun:
         if self.values and self.read < len(expected):
             compare(number, expected[self.read].view_as(number), "a number that the forward reads from a tensor", self.rank)
         self.read += 1
+
+    def note_draw(self, drawn: Tensor, rate: Any, drops: bool) -> None:
+        """What this rank drops, or draws."""
+        self.drawn.append(drawn.detach())
 
     def role(self, site: Site) -> tuple[Any, Any]:
         """`(dim, indices)` of a cut of the site's input columns, and of its output columns, for this rank."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .arguments import copy_arguments
 from .derived import adds_up, draw_mix, find_sources, mix_weight, place_derived
+from .drawing import Drop, Rate, naming_rates
 from .intercept import Interceptor, flatten, keep_state, map_nested, running
 from .shadow import Shadow
 from .sites import Operands, locate
@@ -108,8 +109,7 @@ class Record:
     module_calls: dict[str, list[ModuleCall]] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
     numbers: list[Tensor] = field(default_factory=list)  # that Python read or compared
-    # Where dropout was called: which modules ran, outermost first, and how many sites had been called.
-    dropouts: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
+    drawn: list[Drop] = field(default_factory=list)
 
 
 class Recorder:
@@ -120,6 +120,7 @@ class Recorder:
         self.shadow, self.record, self.elementwise = shadow, Record(), set(elementwise)
         self.generator = torch.Generator().manual_seed(seed)
         self.stack: list[str] = []
+        self.behind: list[str | None] = []  # for each of them, the module that returned last in it
         self.inside: list[tuple[Site, Call]] = []  # computed weights that modules which still run have used
 
     def run(self, call: dict[str, Any]) -> None:
@@ -132,13 +133,15 @@ class Recorder:
             keep_state(self.shadow.model),
             self._hooks(),
             running(),
+            naming_rates(self.shadow.model),
             Interceptor(self.shadow, self._respond, self.record.numbers.append, self._drop),
         ):
             output = self.shadow.model(**call)
         self.record.outputs += [t for t in flatten(output) if t.is_floating_point()]
 
-    def _drop(self) -> None:
-        self.record.dropouts.append((tuple(self.stack), len(self.record.order)))
+    def _drop(self, drawn: Tensor, rate: Any, drops: bool) -> None:
+        behind, source = self.behind[-1] if self.behind else None, rate.source if isinstance(rate, Rate) else None
+        self.record.drawn.append(Drop(tuple(self.stack), behind, len(self.record.order), drawn.shape, source, drops))
 
     def _respond(self, op: Operands, name: str, func: Any, args: tuple, kwargs: dict) -> Tensor:
         parameter = self.shadow.parameters[name]
@@ -183,9 +186,11 @@ class Recorder:
             for handle in handles:
                 handle.remove()
             self.stack.clear()
+            self.behind.clear()
 
     def _enter(self, name: str, module: nn.Module, given_args: tuple, given_kwargs: dict) -> Any:
         self.stack.append(name)
+        self.behind.append(None)
         arguments, constants = {}, {}
         args, kwargs = list(given_args), dict(given_kwargs)
         given: dict[int, tuple[Tensor, Tensor]] = {}  # one tensor passed twice stays one
@@ -208,6 +213,9 @@ class Recorder:
 
     def _leave(self, name: str, module: nn.Module, args: tuple, output: Any) -> Any:
         self.stack.pop()
+        self.behind.pop()
+        if self.behind:
+            self.behind[-1] = name
         if name in self.elementwise:
             output = module.weight
             for x in self.record.module_calls[name][-1].arguments.values():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -56,7 +57,24 @@ class Reduction:
 
     def holds(self, name: str) -> bool:
         """Whether a module or Parameter of this name is left."""
-        return not any(name.startswith(f"{old}.") or name == old for old, _ in self._stand_ins())
+        if not self._gone:
+            return True
+        parts = name.split(".")
+        return not any(".".join(parts[:depth]) in self._gone for depth in range(1, len(parts) + 1))
+
+    @cached_property
+    def _gone(self) -> frozenset[str]:
+        return frozenset(old for old, _ in self._stand_ins())
+
+    def hollow(self, model: nn.Module) -> dict[int, nn.Module]:
+        """id of each member of the model that is not left -> one of its class that holds no more than its attributes: in a copy
+        of the model that is enough in its place."""
+        found = {}
+        for name in self._gone:
+            member = model.get_submodule(name)
+            found[id(member)] = twin = object.__new__(type(member))
+            twin.__dict__ = {**member.__dict__, "_modules": {}, "_parameters": {}, "_buffers": {}}
+        return found
 
     def _stand_ins(self) -> Iterator[tuple[str, str]]:
         """`(name of a member that is not there, name of the one that stands for it)`, inner lists first."""

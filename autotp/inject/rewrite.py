@@ -17,6 +17,7 @@ from ..comm import TPGroup, resolve_group
 from ..errors import AutoTPError, PlanError
 from ..generation.engine import PLACE
 from ..generation.install import install_generation
+from ..layers.attentions import watch_attentions
 from ..layers.base import check_usable, find_group, index_parameters, mark_broken
 from ..layers.entry import install_entry, remove_entry
 from ..layers.fully import refuse_dealt
@@ -24,6 +25,7 @@ from ..layers.guards import install_guards, mark_model, unmark_model, warn_of_st
 from ..layers.siblings import lay_siblings
 from ..layers.token_modules import watch_owners
 from .assemble import read_versions
+from .attentions import find_values
 from .attributes import restore_attributes
 from .block import fuse_modules
 from .callsites import remove_fixes
@@ -35,9 +37,11 @@ from .plan import Plan
 from .resize import resize_embeddings
 from .rules import check_mode, hints_of, make_plan, reuse_plan
 from .swap import rewrite_modules
+from .threads import young_garbage
 from .weights import cut_weights, join_weights
 
 
+@young_garbage()
 def parallelize(
     model: nn.Module,
     group_or_mesh: Any = None,
@@ -100,6 +104,7 @@ def parallelize(
     return model
 
 
+@young_garbage()
 def from_pretrained(
     path: str,
     group_or_mesh: Any = None,
@@ -116,6 +121,9 @@ def from_pretrained(
     trust_remote_code: bool = False,
 ) -> nn.Module:
     """`parallelize` of a checkpoint, of which each rank reads only its own slices.
+
+    On the CPU what is one run of a safetensors file's bytes, in its dtype, stays in the mapped file, as transformers leaves it:
+    the files may be replaced or removed while the model lives, but not written over in place or truncated.
 
     Args:
         path: a hub id; a directory with config.json and safetensors or `pytorch_model.bin` files, or one that `autotp shard`
@@ -227,7 +235,7 @@ def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str, fo
     lay_siblings(model)
     model.__dict__["autotp_plan"], model.__dict__["autotp_group"] = plan, group
     install_entry(model, group, plan.head, plan.loss, logits)
-    model.__dict__["autotp_entry"].handles += watch_owners(model)
+    model.__dict__["autotp_entry"].handles += watch_owners(model) + watch_attentions(model, group, find_values(plan))
     install_guards(save=save_pretrained, resize=resize_embeddings)
     install_generation()
     mark_model(model, group)

@@ -21,13 +21,15 @@ from .assemble import assemble_specs, check_plan, check_ties, check_units, finis
 from .auto import Planner
 from .block import check_fusions, find_fusions
 from .cache import drop_plan, make_key, read_plan, write_plan
+from .drawing import Drawing, spread_draws
 from .draws import keep_random
 from .edges import edge_modules, edge_parameters, plan_edges, read_elsewhere
 from .forwards import prove_forward
 from .hints import Hints, check_given, check_used, read_hints
-from .plan import ModulePlan, Plan, Region
+from .plan import DrawPlan, ModulePlan, Plan, Region
 from .prove import prove, try_rewrite
 from .reduce import find_reduction, keep_modules, member_plans
+from .reference import Reference
 from .runs import Runs, record_runs, uneven_shapes
 from .shadow import Shadow, empty_weights
 from .specs import Spec, expand_names, read_hf_plan, read_spec
@@ -269,9 +271,11 @@ def _discover_beside(
         except (ProofError, PlanError):
             made = start(runs).plan()
     try:
-        _prove_as_trained(made, runs, rewrite)
+        draws = _prove_as_trained(made, runs, rewrite)
     except ProofError:
         made = _find_as_trained(runs, start, partial(record_runs, model, inputs, False, hints.forwards))
+        draws = _prove_as_trained(made, runs, rewrite)
+    made = replace(made, draws=draws)
     if (ties := split_ties(model, made)) and not apart:
         owners = {name.rpartition(".")[0] for pair in ties for name in pair}
         apart = {name for name, _ in held_parameters(model) if name.rpartition(".")[0] in owners}
@@ -290,23 +294,31 @@ def _find_as_trained(runs: Runs, start: Callable[[Runs, bool], Planner], record_
     return start(record_whole(), True).plan() if runs.reduction.crosses(made.regions) else made
 
 
-def _prove_as_trained(plan: Plan, runs: Runs, rewrite: Callable[..., None]) -> None:
+def _prove_as_trained(plan: Plan, runs: Runs, rewrite: Callable[..., None]) -> tuple[DrawPlan, ...]:
     """Prove once more in training mode and with the model's own attention implementation, which may do and read other things.
+
+    Returns:
+        which modules draw random numbers on split values there; or in evaluation, where training does not run here.
 
     Raises:
         ProofError: there the plan does not compute what the model does.
     """
+
+    def find_draws(runs: Runs, references: list[Reference]) -> tuple[DrawPlan, ...]:
+        draws = prove(runs.shadow, keep_modules(plan, runs.reduction) or plan, references, rewrite)
+        return spread_draws(Drawing(draws).plan(), runs.reduction, dict(runs.recording.model.named_modules()))
+
     again = runs.as_trained()
     if again is None:
-        return
+        return find_draws(runs, runs.references())
     references = again.references()
     try:
-        prove(again.shadow, keep_modules(plan, again.reduction) or plan, references, rewrite)
+        return find_draws(again, references)
     except ProofError as error:
         try:
             prove(again.shadow, replace(plan, modules=(), regions=(), chains=()), references, rewrite)
         except ProofError:  # the whole model does not compute the same twice: rows that are masked altogether, say
-            return
+            return find_draws(runs, runs.references())
         name = getattr(getattr(runs.recording.model, "config", None), "_attn_implementation", None)
         raise ProofError(
             f"the plan proves in evaluation with plain attention, but not in training mode with the model's own attention "
@@ -372,7 +384,7 @@ def _prove_on_calls(model: nn.Module, plan: Plan, inputs: Any, hints: Hints) -> 
             f"the plan does not compute what {type(model).__name__} does: {error}. Every linear that meets the split ones must "
             f"be in the plan (a sibling is missing?), or that module's attributes edited; plan='auto' finds a plan that fits."
         ) from error
-    _prove_as_trained(plan, runs, rewrite)
+    plan = replace(plan, draws=_prove_as_trained(plan, runs, rewrite))
     unrun = [m.name for m in kept.modules if m.style in styles.CALLED_STYLES and m.name not in runs.ran]
     for name in unrun:
         if any(name.startswith(f"{own}.") for own in runs.reduction.shared):

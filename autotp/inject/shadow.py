@@ -52,6 +52,8 @@ class Shadow:
                 memo[id(buffer)].requires_grad_()
         for module in model.modules():  # what an earlier forward left on a module may hang on its graph
             memo |= {id(v): v.detach() for v in vars(module).values() if isinstance(v, Tensor) and not v.is_leaf}
+        if reduction is not None:
+            memo |= {key: copy.deepcopy(member, memo) for key, member in reduction.hollow(model).items()}
         self.model = copy_model(model, memo).train(as_trained)
         if reduction is not None:
             reduction.apply(self.model)

@@ -16,6 +16,7 @@ from ..errors import PlanError
 
 FLAGS = annotations.compiler_flag  # the one future that changes how a function is compiled
 EXPRESSIONS = (ast.Call, ast.BinOp, ast.AugAssign, ast.Compare)  # what a Rewrite can change
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # of statements, and of what holds further ones
 MOST_FUNCTIONS = 500  # how many functions are looked through for the ones to be rewritten
 
 
@@ -61,31 +62,37 @@ class Found:
         yield from self.names.values()
 
 
-@dataclass
-class SourceFile:
-    """What is looked up in one file: definitions by first line and name, expressions by their end."""
-
-    functions: dict[tuple[int, str], tuple[ast.AST, str | None]] = field(default_factory=dict)
-    expressions: dict[tuple[int, int], list[ast.AST]] = field(default_factory=dict)
+@functools.lru_cache(maxsize=64)
+def parse_file(filename: str) -> ast.Module:
+    """The syntax tree of a file; empty where its source is not at hand."""
+    try:
+        return ast.parse("".join(linecache.getlines(filename)))
+    except SyntaxError:
+        return ast.Module([], [])
 
 
 @functools.lru_cache(maxsize=64)
-def index_file(filename: str) -> SourceFile:
-    """The definitions and expressions of a file; none where its source is not at hand."""
-    index = SourceFile()
-    try:
-        tree = ast.parse("".join(linecache.getlines(filename)))
-    except SyntaxError:
-        return index
-    todo: list[tuple[ast.AST, str | None]] = [(tree, None)]
+def index_functions(filename: str) -> dict[tuple[int, str], tuple[ast.AST, str | None]]:
+    """The definitions of a file by first line and name, each with the name of the class whose body it stands in."""
+    index: dict[tuple[int, str], tuple[ast.AST, str | None]] = {}
+    todo: list[tuple[Any, str | None]] = [(parse_file(filename), None)]
     for node, cls in todo:  # grows; parents come before what is in them
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            index.functions[first_line, node.name] = node, cls
-        elif isinstance(node, EXPRESSIONS):
-            index.expressions.setdefault((node.end_lineno or 0, node.end_col_offset or 0), []).append(node)
+            index[first_line, node.name] = node, cls
         inside = node.name if isinstance(node, ast.ClassDef) else cls
-        todo.extend((child, inside) for child in ast.iter_child_nodes(node))
+        for block in BLOCKS:  # a definition is a statement, and no expression holds one
+            todo.extend((child, inside) for child in getattr(node, block, ()))
+    return index
+
+
+@functools.lru_cache(maxsize=64)
+def index_expressions(filename: str) -> dict[tuple[int, int], list[ast.AST]]:
+    """The expressions of a file by their end, outer ones first."""
+    index: dict[tuple[int, int], list[ast.AST]] = {}
+    for node in ast.walk(parse_file(filename)):
+        if isinstance(node, EXPRESSIONS):
+            index.setdefault((node.end_lineno or 0, node.end_col_offset or 0), []).append(node)
     return index
 
 
@@ -96,7 +103,7 @@ def find_node(filename: str, span: tuple[int, int, int, int]) -> Any:
     is its own closing bracket.
     """
     line, end_line, column, end_column = span
-    for node in index_file(filename).expressions.get((end_line, end_column), ()):
+    for node in index_expressions(filename).get((end_line, end_column), ()):
         start = (getattr(node, "lineno", 0), getattr(node, "col_offset", 0))
         if start == (line, column) or (isinstance(node, ast.Call) and start < (line, column)):
             return node
@@ -113,8 +120,9 @@ def rewrite_methods(cls: type, rewrites: list[Rewrite]) -> dict[str, Any]:
     """
     packages = {base.__module__.split(".")[0] for base in cls.__mro__} | {r.function.split(".")[0] for r in rewrites}
     packages = {package.split(":")[0] for package in packages} - {"torch", "builtins"}
-    methods = _methods_of(cls)
-    reached = _explore(cls, [function for _, function, _ in methods], packages)
+    methods, near = _methods_of(cls), _near(cls)
+    look = near if all(near(rewrite.function.partition(":")[0]) for rewrite in rewrites) else None
+    reached = _explore(cls, [function for _, function, _ in methods], packages, look)
     for rewrite in rewrites:
         _assign(rewrite, reached)
     needed = {key for key, found in reached.items() if found.rewrites}
@@ -141,15 +149,15 @@ class NamedCall:
 
 
 def find_functions(cls: type) -> list[Found]:
-    """The forward of `cls` and the functions that it calls by name, whose source is at hand."""
+    """The forward of `cls` and the functions near it that it calls by name, whose source is at hand."""
     forward = next((base.__dict__["forward"] for base in cls.__mro__ if "forward" in base.__dict__), None)
     packages = {base.__module__.split(".")[0] for base in cls.__mro__} - {"torch", "builtins"}
-    reached = _explore(cls, [forward], packages) if isinstance(forward, FunctionType) else {}
+    reached = _explore(cls, [forward], packages, _near(cls)) if isinstance(forward, FunctionType) else {}
     return [found for found in reached.values() if found.node is not None]
 
 
 def find_calls(cls: type) -> Iterator[NamedCall]:
-    """The calls of Python functions by a global name in the forward of `cls` and in what it calls."""
+    """The calls of Python functions by a global name in the forward of `cls` and in what it calls near it."""
     for found in find_functions(cls):
         for node in ast.walk(found.node or ast.Pass()):
             if isinstance(node, ast.Call) and isinstance(callee := found.names.get(id(node.func)), FunctionType):
@@ -181,8 +189,17 @@ def _methods_of(cls: type) -> list[tuple[str, FunctionType, Callable[[FunctionTy
     return found
 
 
-def _explore(cls: type, roots: list[FunctionType], packages: set[str]) -> dict[int, Found]:
-    """Every function within reach of `roots`: in `packages` by name, elsewhere only through a wrapper's cells."""
+def _near(cls: type) -> Callable[[str], bool]:
+    """Whether a module's code can be a part of the model: it holds one of the class's bases, or lies in the package of `cls`.
+
+    What such code calls elsewhere (masks, wrappers, logging) does not call it back by a name, and is much to read.
+    """
+    modules, package = {base.__module__ for base in cls.__mro__}, cls.__module__.rpartition(".")[0]
+    return lambda module: module in modules or (package != "" and module.rpartition(".")[0] == package)
+
+
+def _explore(cls: type, roots: list[FunctionType], packages: set[str], look: Callable[[str], bool] | None) -> dict[int, Found]:
+    """Every function within reach of `roots`: by name in `packages`, if `look` lets it; elsewhere through a wrapper's cells."""
     reached: dict[int, Found] = {}
     todo = list(roots)
     while todo and len(reached) < MOST_FUNCTIONS:
@@ -194,9 +211,10 @@ def _explore(cls: type, roots: list[FunctionType], packages: set[str]) -> dict[i
         for name, cell in cells:
             if isinstance(value := _contents(cell), FunctionType):
                 found.cells[name] = value
-        if str(function.__globals__.get("__name__")).split(".")[0] in packages:
+        module = str(function.__globals__.get("__name__"))
+        if module.split(".")[0] in packages and (look is None or look(module)):
             code = function.__code__
-            place = index_file(code.co_filename).functions.get((code.co_firstlineno, code.co_name))
+            place = index_functions(code.co_filename).get((code.co_firstlineno, code.co_name))
             if place is not None:
                 found.node, found.cls = place
                 _resolve_names(found, cls, packages)

@@ -15,6 +15,7 @@ from ..errors import PlanError
 from ..layers.attention import disable_fast_paths, rewrite_attention
 from ..layers.base import TensorParallel_Layer, insert_class, plain_class
 from ..layers.conv import CONVOLUTIONS, ConvAllreduce, ConvLayer, ConvPartial, ParallelConv, rewrite_conv, set_conv_sizes
+from ..layers.draws import DrawPart, Draws, install_draws
 from ..layers.embedding import (
     HiddenParallelEmbedding,
     VocabParallelEmbedding,
@@ -63,7 +64,7 @@ EMBEDDINGS = {
 }
 
 # Instance attributes that the rewrite sets: on every rewritten module, and on linears, convolutions and embeddings alone.
-STATE = ("tp", "shards", "full_name", "owned_indices", "autotp_border", "autotp_norm", "autotp_tokens")
+STATE = ("tp", "shards", "full_name", "owned_indices", "autotp_border", "autotp_norm", "autotp_tokens", "autotp_draws")
 LINEAR_STATE = (
     "run",
     "copied",
@@ -93,7 +94,8 @@ def rewrite_modules(model: nn.Module, plan: Plan, group: TPGroup, forwards: Mapp
         if entry.siblings:
             members[entry.siblings] = members.get(entry.siblings, 0) + 1
     dtypes = {entry.siblings: _dtype(entry) for entry in plan.modules if entry.siblings}
-    streams = {chain.name: TokenStream(group, plan.sequence_parallel) for chain in plan.chains}
+    draws = Draws(group)
+    streams = {chain.name: TokenStream(group, plan.sequence_parallel, draws) for chain in plan.chains}
     inside = {entry.siblings: find_stream(plan, streams, entry.name) for entry in plan.modules if entry.siblings}
     shared = {key: SiblingInput(group, count, dtypes[key], inside[key]) for key, count in members.items()}
     for entry in plan.modules:
@@ -102,6 +104,9 @@ def rewrite_modules(model: nn.Module, plan: Plan, group: TPGroup, forwards: Mapp
             replace_forward(module, entry.name, find_forward(forwards or {}, entry.name, entry.forward))
         rewrite_module(module, entry, plan, group, shared, find_stream(plan, streams, entry.name))
     disable_fast_paths(model)
+    for each in plan.draws:
+        part = DrawPart(draws, each.parts[group.tp_rank] if each.parts else 0, each.inside, each.after, each.rates)
+        install_draws(model.get_submodule(each.name), each.name, part)
     for chain in plan.chains:
         rewrite_chain(model, chain, plan, group, streams[chain.name])
     last = {plan[name].siblings: region for region in plan.regions for name in region.columns if name in plan.by_name}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,22 @@ def one_core() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def young_garbage() -> Iterator[None]:
+    """Python looks for garbage among what is made inside alone, not through the libraries again and again.
+
+    Where the caller has set things aside already, that stays as it is.
+    """
+    mine = gc.isenabled() and gc.get_freeze_count() == 0
+    if mine:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if mine:
+            gc.unfreeze()
 
 
 class ThreadRanks:

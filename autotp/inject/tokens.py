@@ -277,7 +277,8 @@ class Layer:
         scattering = {name for name, each in found.items() if each.leaves == "scatter"}
         for record in self.records:
             last = {key[0].rpartition(".")[0]: place for place, (key, _) in enumerate(record.order)}
-            for stack, place in record.dropouts:
+            for drop in (drop for drop in record.drawn if drop.drops):
+                stack, place = drop.modules, drop.place
                 gather = next((module for module in stack if module in self.gathers), "")
                 behind = (row for row in scattering if row.startswith(f"{gather}.") and last.get(row, place) < place)
                 if self.name in stack and (not gather or any(behind)):

@@ -38,9 +38,9 @@ def _best_part(logits, keys, N, start, row_step, parts, BLOCK: tl.constexpr, EAR
     tl.store(keys + row * parts + part, tl.max(best, 0))
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "patience"])
 def _best_of_all(
-    keys, halt, tokens, halted, addresses, counters, rank, parts,
+    keys, halt, tokens, halted, addresses, counters, rank, patience, parts,
     T: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     start_next(EARLY)
@@ -55,7 +55,7 @@ def _best_of_all(
     send_words(addresses, mine, word, word < 3, call, row, rank, T, ROWS, WORDS)
     best, asking = own, asked * 0
     for source in tl.static_range(T):
-        data = wait_for_words(addresses, word, word < 3, call, row, rank, source, T, ROWS, WORDS)
+        data = wait_for_words(addresses, counters, word, word < 3, call, row, rank, source, patience, T, ROWS, WORDS)
         high = tl.sum(tl.where(word == 0, data, 0), 0).to(tl.int64)
         low = tl.sum(tl.where(word == 1, data, 0), 0).to(tl.int64) & 0xFFFFFFFF
         best = tl.maximum(best, (high << 32) | low)
@@ -76,7 +76,7 @@ def best_columns(logits: Tensor, inbox: Inbox, start: int, halt: Tensor) -> tupl
     tokens, halted = torch.empty_like(keys[:, 0]), torch.empty_like(halt)
     _best_part[(parts, rows)](logits, keys, columns, start, logits.stride(0), parts, BLOCK=BLOCK, num_warps=8, **early(logits))
     _best_of_all[(rows,)](
-        keys, halt, tokens, halted, inbox.addresses, inbox.counters, inbox.rank, parts,
-        T=inbox.size, ROWS=len(inbox.counters), WORDS=inbox.words, PARTS=ceil_power(parts), num_warps=1, **early(logits),
+        keys, halt, tokens, halted, inbox.addresses, inbox.counters, inbox.rank, inbox.patience, parts,
+        T=inbox.size, ROWS=inbox.rows, WORDS=inbox.words, PARTS=ceil_power(parts), num_warps=1, **early(logits),
     )  # fmt: skip
     return tokens, halted

@@ -3,6 +3,9 @@
 Each rank writes its row into every rank's inbox and waits for the others' in its own. A word of 8 bytes carries 4 bytes of data
 and the number of the call, so whoever sees the number has the data: no fence, no barrier. A row's calls take two places in turn;
 a place is free again two calls later, since a rank answers a call only after it has done with the one before.
+
+Words that do not come are looked for `patience` times. Then the rank that owes them is noted, on the device, so that no later
+wait lasts, and where the host reads it; what did not come reads as -1: a NaN in sums, and a token that is in every vocabulary.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -23,10 +26,11 @@ class Inbox(NamedTuple):
     """Memory into which the ranks of a group write for each other, as one rank sees it.
 
     Attributes:
-        addresses: int64 `[T]`, on this rank's device: where each rank's inbox begins, `[2, T, rows, words]` of 8 bytes, zeros at
-            first.
-        counters: int32 `[rows]`, this rank's own: calls so far of each row.
+        addresses: int64 `[T + 1]`, on this rank's device: where each rank's inbox begins, `[2, T, rows, words]` of 8 bytes, zeros
+            at first; and an int32 that the host reads, 0 until words of a rank did not come, whose number plus one it is then.
+        counters: int32 `[rows + 1]`, this rank's own: calls so far of each row; and that number once more.
         words: of 4 bytes that a row may hold; rank, size: this rank's place among T ranks.
+        patience: how often a word is looked for.
     """
 
     addresses: Tensor
@@ -34,6 +38,12 @@ class Inbox(NamedTuple):
     words: int
     rank: int
     size: int
+    patience: int
+
+    @property
+    def rows(self) -> int:
+        """Of one call, at most."""
+        return len(self.counters) - 1
 
 
 @triton.jit
@@ -82,20 +92,32 @@ def send_words(
 
 @triton.jit
 def wait_for_words(
-    addresses, word, inside, call, row, rank, source, T: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr
+    addresses, counters, word, inside, call, row, rank, source, patience, T: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
-    """The words that rank `source` sent for this call."""
+    """The words that rank `source` sent for this call; -1 for those that did not come."""
     inbox = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
     place = inbox + (((call & 1) * T + source) * ROWS + row) * WORDS + word
     got = tl.load(place, mask=inside, other=0, volatile=True)
-    while tl.max(tl.where(inside & ((got >> 32).to(tl.int32) != call), 1, 0), 0) > 0:
+    missing = inside & ((got >> 32).to(tl.int32) != call)
+    state = tl.max(tl.where(missing, 1, 0), 0)  # 1: something is missing; 2: and was given up
+    looks = 0
+    while state == 1:
+        gave_up = tl.load(counters + ROWS, volatile=True)
         got = tl.load(place, mask=inside, other=0, volatile=True)
-    return got.to(tl.int32)
+        missing = inside & ((got >> 32).to(tl.int32) != call)
+        # Threads may read different flags; what the loop does must be one thing for all, and is after a maximum.
+        state = tl.max(tl.where(missing, tl.where(gave_up != 0, 2, 1), 0), 0)
+        looks += 1
+        if (state == 1) & (looks >= patience):
+            tl.store(counters + ROWS, source + 1)
+            tl.store(tl.load(addresses + T).to(tl.pointer_type(tl.int32)), source + 1)
+            state = 2
+    return tl.where(missing, -1, got.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "patience"])
 def _reduce_rows(
-    x, bias, residual, weight, shift, total, y, addresses, counters, rank, N, x_step, residual_step, eps,
+    x, bias, residual, weight, shift, total, y, addresses, counters, rank, patience, N, x_step, residual_step, eps,
     T: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program sums one row of N words; steps are in words, too."""
@@ -118,7 +140,7 @@ def _reduce_rows(
     first = tl.zeros((BLOCK,), tl.float32)
     second = tl.zeros((BLOCK,), tl.float32)
     for source in tl.static_range(T):  # in one order on all ranks, so that all get the same bits
-        data = wait_for_words(addresses, word, inside, call, row, rank, source, T, ROWS, WORDS)
+        data = wait_for_words(addresses, counters, word, inside, call, row, rank, source, patience, T, ROWS, WORDS)
         first += _first(data, dtype)
         second += _second(data, dtype)
     if bias is not None:
@@ -176,8 +198,8 @@ def reduce_rows(
     total = torch.empty_like(x)
     y = torch.empty_like(x) if kind else None
     _reduce_rows[(rows,)](
-        x, bias, residual, weight, shift, total, y, inbox.addresses, inbox.counters, inbox.rank, words, words, words, eps,
-        T=inbox.size, ROWS=len(inbox.counters), WORDS=inbox.words, KIND=kind, BLOCK=ceil_power(words),
+        x, bias, residual, weight, shift, total, y, inbox.addresses, inbox.counters, inbox.rank, inbox.patience,
+        words, words, words, eps, T=inbox.size, ROWS=inbox.rows, WORDS=inbox.words, KIND=kind, BLOCK=ceil_power(words),
         num_warps=warps or choose_warps(words), **early(x),
     )  # fmt: skip
     return total, y

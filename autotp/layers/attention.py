@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from ..comm import TPGroup
 from ..errors import PlanError
 from ..shard import Cut, Run, Shard, compress_indices, take_runs
 from .base import TensorParallel_Layer, insert_class, plain_class
+from .draws import Draws
 from .linear import LinearAllreduce, rewrite_linear
 
 OUT = "out_proj.weight"
@@ -144,7 +145,7 @@ class ParallelMultiheadAttention(TensorParallel_Layer, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """`[N, h, L, D]`, and the weights `[N, h, L, S']` (after dropout, as torch returns them) where they are needed."""
         rate = self.dropout if self.training else 0.0
-        with draw_locally(self.tp, q.device) if rate > 0 else nullcontext():
+        with Draws(self.tp).open(self.tp.tp_rank) if rate > 0 else nullcontext():
             if not need_weights:
                 return F.scaled_dot_product_attention(q, k, v, mask, rate, is_causal), None
             scores = (q * (1 / math.sqrt(self.head_dim))) @ k.transpose(-2, -1)
@@ -163,22 +164,6 @@ class ParallelMultiheadAttention(TensorParallel_Layer, nn.MultiheadAttention):
     def _head_runs(self) -> tuple[tuple[Run, ...], ...]:
         packed = "in_proj_weight" in self.shards
         return find_heads(self.shards["in_proj_weight" if packed else "q_proj_weight"], self.head_dim, 3 if packed else 1)
-
-
-@contextmanager
-def draw_locally(group: TPGroup, device: torch.device) -> Iterator[None]:
-    """Random numbers drawn inside are each rank's own, a function of the default generator's state and the rank.
-
-    The default generators end alike on all ranks, so what is replicated stays so, and a recomputation draws the same.
-    """
-    seed = int(torch.randint(2**62, ()))  # the CPU's generator: one number on every rank
-    generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-    state = generator.get_state()
-    generator.manual_seed(seed + group.tp_rank)
-    try:
-        yield
-    finally:
-        generator.set_state(state)
 
 
 @functools.lru_cache(maxsize=256)

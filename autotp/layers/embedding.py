@@ -5,20 +5,19 @@ A head that is tied to an input embedding stays tied: both modules hold one Para
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..collectives import copy_to_group, gather_from_group, reduce_from_group
+from ..collectives import copy_to_group, gather_columns_from_group, reduce_from_group
 from ..comm import TPGroup
 from ..errors import GatherError, PlanError
 from ..kernels import few_rows
 from ..kernels.decode import is_decoding
 from ..kernels.dispatch import Problem, select
-from ..shard import Cut, Shard
+from ..shard import Shard
 from .base import TensorParallel_Layer
 from .pending import pend
 
@@ -79,19 +78,13 @@ def read_local_weight(module: Any) -> Tensor:
     return weight
 
 
-@lru_cache(maxsize=64)
-def column_shard(rows: int, size: int, cut: Cut) -> Shard:
-    """The shard of a whole `[rows, size]` matrix whose columns are dealt like `cut`'s dimension."""
-    return Shard((rows, size), len(cut.runs), (Cut(1, cut.runs),))
-
-
 def gather_columns(x_local: Tensor, weight: Shard, dim: int, group: TPGroup) -> Tensor:
     """`x_local` `[..., N/T]` made whole, `[..., N]`, where the ranks hold the columns that `weight` deals along `dim`."""
     cut = next((cut for cut in weight.cuts if cut.dim == dim), None)
     if cut is None:
         return x_local
     flat = x_local.reshape(-1, x_local.shape[-1])
-    full = gather_from_group(flat, group, column_shard(flat.shape[0], weight.shape[dim], cut))
+    full = gather_columns_from_group(flat, group, cut, weight.shape[dim])
     return full.view(*x_local.shape[:-1], weight.shape[dim])
 
 

@@ -144,6 +144,18 @@ def enter_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None
         head.keep_sharded, state.active = True, head
 
 
+def asks_for(option: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a forward is asked for what `option` names ("output_attentions"), by an argument or by the config."""
+    asked = kwargs.get(option)
+    if asked is None:
+        names = list(inspect.signature(type(module).forward).parameters)[1:] if args else []
+        place = names.index(option) if option in names else len(args)
+        asked = args[place] if place < len(args) else None
+    if asked is None:
+        asked = getattr(getattr(module, "config", None), option, False)
+    return asked is not None and asked is not False
+
+
 def judge_batch(model: nn.Module) -> None:
     """Wait for a comparison that is under way, and judge it.
 

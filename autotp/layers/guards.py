@@ -5,6 +5,7 @@
 | `torch.nn.utils.clip_grad_norm_`, `get_total_norm` | each rank clips by its own norm |
 | `GradScaler._unscale_grads_` | a rank skips a step that the others take |
 | `Optimizer.step` (a pre-hook) | whole-matrix optimizers train another model; old state has the wrong shape |
+| `torch.utils.checkpoint`'s two kinds (in recompute.py) | a part of a dealt layer runs again without knowing its rows |
 | `DistributedDataParallel`, FSDP 1 and 2 | rank 0's shards are copied over the others', or their gradients averaged |
 | `torch.distributed.checkpoint.save` | one TP rank's shard is kept for all |
 | parametrizations, pruning, old weight and spectral norm | each rank takes norms and ranks of its part alone; saved in parts |
@@ -32,6 +33,7 @@ from .clip import clip_grad_norm_, grad_norm, groups_of
 from .initialize import install_initialize
 from .integrations import Resize, Save, install_integrations, replace
 from .optimizers import check_optimizer
+from .recompute import install_recompute
 from .save_guard import install_save_guard
 
 _installed = False
@@ -54,6 +56,7 @@ def install_guards(save: Save | None = None, resize: Resize | None = None) -> No
     _wrap_grad_scaler()
     register_optimizer_step_pre_hook(_check_step)
     _wrap_data_parallel()
+    install_recompute()
     _wrap_reparametrizations()
     install_save_guard(replace)
     install_initialize(replace)

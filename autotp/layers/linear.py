@@ -25,7 +25,7 @@ from ..collectives import (
     copy_to_group,
     keep_on_first,
     reduce_owned_from_group,
-    split_to_group,
+    split_columns_to_group,
     sum_copies,
 )
 from ..comm import TPGroup, resolve_group
@@ -37,7 +37,7 @@ from ..kernels.main_grad import into_main_grad
 from ..kernels.product import ProductSpec, multiply, multiply_uncompiled
 from ..shard import Cut, Shard
 from .base import TensorParallel_Layer, insert_class
-from .embedding import column_shard, gather_columns
+from .embedding import gather_columns
 from .overlap import OverlapOptions, choose_moves, deal_sums, read_symmetric
 from .pending import pend
 from .product import make_spec, sum_owned, watches_operations
@@ -293,7 +293,7 @@ class LinearAllreduce(ParallelLinear, nn.Linear):
         if self.split_input:
             input = split_columns(input, self.shards["weight"], self.in_dim, self.tp)
         tokens = self.tokens
-        if tokens is not None and tokens.layout is not None:
+        if tokens is not None and tokens.scatters:
             return self.multiply_scattered(input, tokens)
         return self.multiply(input, leaves=True)
 
@@ -365,7 +365,7 @@ def split_columns(x: Tensor, weight: Shard, dim: int, group: TPGroup) -> Tensor:
     """This rank's part of `x` `[..., K]`, whose columns are dealt as `weight` deals its dimension `dim`."""
     cut = next(cut for cut in weight.cuts if cut.dim == dim)
     flat = x.reshape(-1, x.shape[-1])
-    local = split_to_group(flat, group, column_shard(flat.shape[0], x.shape[-1], cut))
+    local = split_columns_to_group(flat, group, cut)
     return local.view(*x.shape[:-1], local.shape[-1])
 
 

@@ -31,8 +31,9 @@ from .norm import DealtNorm, normalise_over_group
 from .norm_parts import NORMS, SideBySide, check_size, join_biases, name_linears, name_parts, read_linears, read_norm
 from .norm_product import multiply_normalised, outside_graphs
 from .norm_wgrad import NormProduct, Product, Sink
-from .overlap import Overlap, OverlapOptions, read_moves, read_symmetric, set_options
+from .overlap import Overlap, OverlapOptions, check_rows, read_moves, read_symmetric, set_options
 from .pending import settle
+from .product import watches_operations
 
 MODES = (None, "column", "row")
 
@@ -319,6 +320,8 @@ class LayerNormLinear(OverlapOptions, SideBySide, TensorParallel_Layer):
             )
         if self.sequence_parallel and self.parallel_mode == "row" and x.shape[0] % tp.tp_size:
             raise AutoTPError(f"{self.full_name}: dim 0 of {list(x.shape)} can't be dealt evenly to {tp.tp_size} ranks: pad it")
+        if self.sequence_parallel and self.parallel_mode is not None and not watches_operations():
+            check_rows(self, tp, x.numel() // x.shape[-1])
         return tp
 
     def _describe(self, tp: TPGroup) -> NormProduct:

@@ -23,6 +23,7 @@ is not about a layer's kind does nothing there: a caller may set all of them on 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, TypedDict
 
 import torch
@@ -168,12 +169,37 @@ def name_of(layer: Any) -> str:
     return layer.ub_name or layer.full_name
 
 
+def check_rows(layer: Any, group: TPGroup, rows: int) -> None:
+    """Refuse `rows` of this rank that are not as many on all ranks, whose collective would hang or mix them up.
+
+    On a CPU in every call; on GPUs, where nothing may wait, when a number of rows is new to the group.
+
+    Raises:
+        PlanError: with every rank's number; GatherError: the number is new here, and other ranks went on with theirs.
+    """
+    on_gpu = group.device.type == "cuda"
+    known = group.owned.setdefault("numbers of rows", set())
+    if on_gpu and (rows in known or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()):
+        return
+    if on_gpu:
+        every = [int(note) for note in group.arrive(f"{name_of(layer)} with a number of rows that is new to it", str(rows))]
+    else:
+        every = group.gather_rows(torch.tensor([rows])).tolist()
+    if len(set(every)) > 1:
+        raise PlanError(
+            f"{name_of(layer)}: sequence_parallel wants as many rows on each rank, and TP ranks 0 to {group.tp_size - 1} have "
+            f"{every}: pad them to {max(every)}"
+        )
+    known.add(rows)
+
+
 def deal_rows(layer: Any, group: TPGroup, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> Dealt:
     """How a layer's rows are dealt in this call: `shape` of all ranks', `local_shape` of one's.
 
     Raises:
-        KernelUnsupported: copies are asked for between ranks that can't copy.
+        PlanError: ranks have different numbers of rows; KernelUnsupported: copies are asked for between ranks that can't copy.
     """
+    check_rows(layer, group, prod(shape))
     exchange = find_exchange(group)
     moves = choose_moves([layer], exchange)
     return Dealt(exchange, group.tp_rank, group.tp_size, shape, local_shape, layer.reduce_dtype, moves=moves)

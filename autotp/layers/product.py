@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils._device import DeviceContext
 
 from ..collectives import sum_over_holders
 from ..comm import TPGroup
 from ..kernels.product import ProductSpec
 from ..shard import Shard
+from .draws import watches_functions
 
 
 def sum_owned(tensor: Tensor, group: TPGroup, dtype: torch.dtype | None, kind: str | None = None) -> Tensor:
@@ -67,7 +67,4 @@ def make_spec(
 
 def watches_operations() -> bool:
     """Whether something reads operations one by one (a compiler, a torch function mode): it must see plain ones."""
-    if torch.compiler.is_compiling():
-        return True
-    modes = torch._C._len_torch_function_stack()
-    return modes > 0 and any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(modes))
+    return torch.compiler.is_compiling() or watches_functions()

@@ -31,7 +31,7 @@ from ..kernels.moves import Moves
 from ..kernels.product import Merged, ProductSpec, multiply
 from .overlap import choose_moves, deal_sums
 from .product import make_spec, watches_operations
-from .side_by_side import ALIGNMENT_BYTES, Laid, can_lie, find_place, lay_together
+from .side_by_side import ALIGNMENT_BYTES, Laid, can_lie, find_place, is_foreign, lay_together
 from .tokens import TokenStream
 
 
@@ -106,6 +106,11 @@ class SiblingInput:
         layers = [slot() for slot in self._slots]
         if params is not None and can_lie(params[0]) and all(_keeps_alignment(layer) for layer in layers):
             self._laid = lay_together(*params)
+
+    def lies_in_file(self) -> bool:
+        """Whether a member's weight lies in memory that torch did not allocate: in a mapped checkpoint, say."""
+        params = self._read_parameters()
+        return params is not None and any(is_foreign(weight) for weight in params[0])
 
     def follow(self, moved: bool) -> None:
         """After a member's data was converted or moved: let go of the old memory, and lay the new when all have moved."""
@@ -340,11 +345,15 @@ class _Round:
 
 
 def lay_siblings(model: nn.Module) -> None:
-    """Move the weights of each group of siblings below `model` side by side; their Parameters stay the objects they are."""
+    """Move the weights of each group of siblings below `model` side by side; their Parameters stay the objects they are.
+
+    What lies in a mapped file stays there: one product in place of a few would cost the CPU a copy of the weights.
+    """
     groups = {id(g): g for g in (m.__dict__.get("siblings") for m in model.modules()) if isinstance(g, SiblingInput)}
     for group in groups.values():
-        group.lay()
-        trim_heap()
+        if not group.lies_in_file():
+            group.lay()
+            trim_heap()
     if groups and torch.cuda.is_available():
         torch.cuda.empty_cache()  # the old memory lies in pieces that the next allocation, a larger one, can't use
 

@@ -63,6 +63,11 @@ def can_lie(tensors: Sequence[Any]) -> bool:
     ) and len({id(t) for t in tensors}) == len(tensors)
 
 
+def is_foreign(tensor: Tensor) -> bool:
+    """Whether a tensor lies in memory on the CPU that torch did not allocate."""
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.untyped_storage().resizable()
+
+
 @torch.no_grad()
 def lay_together(weights: Sequence[Any], biases: Sequence[Any]) -> Laid:
     """Give each Parameter data that is its part of one allocation, with a storage of its own, and the same values."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -15,8 +14,9 @@ from ..collectives import sum_together
 from ..comm import TPGroup
 from ..errors import PlanError
 from .base import TensorParallel_Layer, insert_class
+from .entry import asks_for
 from .fully import refuse_inner
-from .product import watches_operations
+from .overlap import OverlapOptions
 from .tokens import TokenPart, TokenStream, map_first
 
 
@@ -38,12 +38,15 @@ class TokenModule(TensorParallel_Layer):
                 f"{part.name}: argument '{part.enters[0][0]}', by which the plan deals tokens, is a {type(x).__name__}: pass a "
                 f"tensor, or sequence_parallel=False"
             )
-        with stream.running(part, x):
+        with stream.running(self, part, x):
             if stream.layout is None:
                 output = super().forward(*args, **kwargs)
             else:
                 args, kwargs = enter_module(part, args, kwargs)
-                output = leave_module(part, run_dealt(self, x, super().forward, args, kwargs))
+                whole = bool(part.scatters and find_wrapped(self, part, part.scatters))
+                with stream.keeping_whole(whole):
+                    output = run_dealt(self, super().forward, args, kwargs)
+                output = leave_module(part, output, part.slices or whole)
             if not part.gathers:
                 stream.note_output(output)
         if part.joins and stream.layout is not None:
@@ -68,7 +71,7 @@ def enter_module(part: TokenPart, args: tuple[Any, ...], kwargs: dict[str, Any])
     return args, kwargs
 
 
-def run_dealt(module: Any, x: Tensor, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_dealt(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The module's own forward: what it reads and draws as dealt rows, or whole ones, need it."""
     part: TokenPart = module.autotp_tokens
     stream = part.stream
@@ -80,23 +83,35 @@ def run_dealt(module: Any, x: Tensor, forward: Callable[..., Any], args: tuple[A
                 return forward(*args, **kwargs)
         finally:
             stream.local = stream.full = None
-    draws = part.draws and module.training and not watches_operations()  # ranks that are threads have one generator
-    if not draws and not (part.summed and torch.is_grad_enabled()):
+    draws = part.draws and module.training
+    if not draws and not part.inside and not (part.summed and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    with read_summed(module, part), stream.drawing_apart(x.device) if draws else nullcontext():
+    with read_summed(module, part), stream.drawing_apart() if draws else nullcontext():
         return forward(*args, **kwargs)
 
 
-def leave_module(part: TokenPart, output: Any) -> Any:
-    """The output as it is passed on."""
-    change = part.stream.split if part.slices else part.stream.join if part.joins else None
+def find_wrapped(module: Any, part: TokenPart, names: Sequence[str]) -> dict[str, Any]:
+    """What stands at the places of modules below `module` that have a part in its stream, where it is not they themselves."""
+    found = {}
+    for name in names:
+        there = find_below(module, split_name(name))
+        if there is None:  # taken out
+            continue
+        if not isinstance(there, TokenModule) and getattr(there, "tokens", None) is not part.stream:
+            found[name] = there
+    return found
+
+
+def leave_module(part: TokenPart, output: Any, slices: bool) -> Any:
+    """The output as it is passed on; it is whole, and dealt here, if the module `slices`."""
+    change = part.stream.split if slices else part.stream.join if part.joins else None
     return output if change is None else map_first(output, change, part.name)
 
 
 @contextmanager
 def read_summed(module: Any, part: TokenPart) -> Iterator[None]:
     """The parameters that dealt rows read stand there such that their gradients are summed over the ranks."""
-    places = list_summed(module, part) if torch.is_grad_enabled() else []
+    places = list_summed(module, part) if torch.is_grad_enabled() else list_around(module, part)[:0]
     before = [(owner, owner._parameters) for owner in {id(owner): owner for owner, _, _ in places}.values()]
     for owner, parameters in before:
         owner.__dict__["_parameters"] = dict(parameters)
@@ -117,20 +132,15 @@ def list_summed(module: Any, part: TokenPart) -> list[tuple[Any, str, Tensor]]:
     Raises:
         PlanError: the module that held it is gone.
     """
-    found: dict[tuple[int, str], tuple[Any, str, Tensor]] = {}
+    found = {(id(each), key): (each, key, p) for each, key, p in list_around(module, part) if p.requires_grad}
     for name in part.summed:
-        holders, leaf = split_name(name)
-        owner = module
-        try:
-            for holder in holders:
-                owner = owner._modules[holder]
-            if owner is None:
-                raise KeyError
-        except (KeyError, AttributeError):
+        *holders, leaf = split_name(name)
+        owner = find_below(module, holders)
+        if owner is None:
             raise PlanError(
                 f"{part.name}.{name} is read by dealt tokens and not there any more, so that gradients would lack their sum over "
                 f"the ranks: change modules before parallelize, or pass sequence_parallel=False"
-            ) from None
+            )
         for each in [owner] if leaf in owner._parameters or not holders else owner.modules():
             for key in [leaf] if each is owner and leaf in owner._parameters else each._parameters:
                 parameter = each._parameters[key]
@@ -141,10 +151,44 @@ def list_summed(module: Any, part: TokenPart) -> list[tuple[Any, str, Tensor]]:
 
 
 @lru_cache(maxsize=4096)
-def split_name(name: str) -> tuple[tuple[str, ...], str]:
-    """The modules on the way to a parameter, and its own name."""
-    *holders, leaf = name.split(".")
-    return tuple(holders), leaf
+def split_name(name: str) -> tuple[str, ...]:
+    """The parts of a dotted name."""
+    return tuple(name.split("."))
+
+
+def find_below(module: Any, path: Sequence[str]) -> Any:
+    """`module.get_submodule`, which in every layer of every forward takes longer; None where there is none."""
+    for name in path:
+        module = module._modules.get(name)
+        if module is None:
+            return None
+    return module
+
+
+def list_around(module: Any, part: TokenPart) -> list[tuple[Any, str, Tensor]]:
+    """The parameters in wraps around what gathers a layer's rows, and in what took its place: they read dealt rows.
+
+    Raises:
+        PlanError: a wrap is around a linear, which gathers or scatters where the wrap would need both.
+    """
+    found = []
+    for name, wrap in find_wrapped(module, part, part.inside).items():
+        held = [each for each in wrap.modules() if isinstance(each, TokenModule) or getattr(each, "tokens", None) is part.stream]
+        inner = {id(below) for each in held for below in each.modules()}
+        own = [
+            (each, *item)
+            for each in wrap.modules()
+            if id(each) not in inner
+            for item in each._parameters.items()
+            if item[1] is not None
+        ]
+        if own and held and isinstance(held[0], OverlapOptions):
+            raise PlanError(
+                f"{part.name}.{name} is a {type(wrap).__name__} with parameters around a linear that deals its rows over "
+                f"{part.stream.group.tp_size} ranks by itself: add it before parallelize, or pass sequence_parallel=False"
+            )
+        found += own
+    return found
 
 
 def find_argument(argument: tuple[str, int | None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -198,7 +242,7 @@ def list_owners(name: str) -> list[str]:
 
 def begin_owner(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: tokens may be dealt from here on, unless hidden states are asked for."""
-    collects, outermost = collects_states(module, args, kwargs), "autotp_entry" in module.__dict__
+    collects, outermost = asks_for("output_hidden_states", module, args, kwargs), "autotp_entry" in module.__dict__
     for stream, whole in module.__dict__["autotp_streams"]:
         if outermost:  # Ctrl-C ends a forward without its hooks
             stream.owners = 0
@@ -225,15 +269,3 @@ def end_owner(module: Any, args: tuple[Any, ...], output: Any) -> None:
                     f"{type(module).__name__} dealt its tokens, but the module that joins them again did not run (layerdrop, or "
                     f"layers taken out?): let all layers run, or pass sequence_parallel=False"
                 )
-
-
-def collects_states(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a forward is asked for its hidden states, by an argument or by the config."""
-    asked = kwargs.get("output_hidden_states")
-    if asked is None:
-        names = list(inspect.signature(type(module).forward).parameters)[1:] if args else []
-        place = names.index("output_hidden_states") if "output_hidden_states" in names else len(args)
-        asked = args[place] if place < len(args) else None
-    if asked is None:
-        asked = getattr(getattr(module, "config", None), "output_hidden_states", False)
-    return asked is not None and asked is not False

@@ -18,9 +18,11 @@ does what it does without.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -35,9 +37,12 @@ from ..errors import AutoTPError, PlanError
 from ..exchange import find_exchange
 from ..kernels.dealt import Dealt
 from ..kernels.moves import BY_SIZE, Moves
+from .draws import Draws, Frame, FrameState
 from .product import watches_operations
 
 MOST_LAYOUTS = 256  # of forwards, whose description is kept
+# The modules that run with a part in streams, one inside another: what a checkpoint that is made there needs to know.
+RUNNING: ContextVar[tuple[Any, ...]] = ContextVar("autotp_running", default=())
 LEAST_BYTES = 1 << 20  # of a rank's rows of one activation, below which "auto" does not deal them
 
 
@@ -54,6 +59,17 @@ class Layout(NamedTuple):
         return (*[1] * (len(self.lead) - 1), self.share)
 
 
+class Moment(NamedTuple):
+    """Where a forward is in a stream, whose attributes these are; `place`: of its own frame among those that are open."""
+
+    layout: Layout | None
+    joined: Layout | None
+    keeps_whole: bool
+    inside: int
+    frames: list[FrameState]
+    place: int | None
+
+
 @dataclass(frozen=True)
 class TokenPart:
     """What one module does in a stream.
@@ -64,6 +80,8 @@ class TokenPart:
         first: it splits what enters; gathers: it gathers it.
         slices, joins: its output is whole, and dealt on return; or dealt, and gathered.
         summed: names, dotted below it, of parameters that dealt rows read.
+        scatters: of one that gathers: the row linears below it whose sums are scattered.
+        inside: of a layer: the modules below it that gather, and the row linears outside these whose sums are scattered.
         draws: dealt rows draw random numbers in the chain's layers.
     """
 
@@ -75,6 +93,8 @@ class TokenPart:
     slices: bool = False
     joins: bool = False
     summed: tuple[str, ...] = ()
+    scatters: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
     draws: bool = False
 
 
@@ -88,15 +108,16 @@ class TokenStream:
         owners: how many modules run that hold both the layers and what joins the rows again; nothing is dealt outside all of
             them. None where nobody counts.
         suspended: deal nothing: somebody collects what passes between the layers.
+        keeps_whole: row linears leave their sums whole, as the module around them deals what it returns.
         local, full: what was gathered last, while its module runs; gathering: that module's name.
     """
 
-    def __init__(self, group: TPGroup, mode: bool | str) -> None:
-        self.group, self.mode = group, mode
+    def __init__(self, group: TPGroup, mode: bool | str, draws: Draws | None = None) -> None:
+        self.group, self.mode, self.draws = group, mode, draws or Draws(group)
         self.layout: Layout | None = None
         self.joined: Layout | None = None
         self.owners: int | None = None
-        self.suspended = False
+        self.suspended = self.keeps_whole = False
         self.local: Tensor | None = None
         self.full: Tensor | None = None
         self._inside = 0  # how many of its modules are running, one in another
@@ -104,12 +125,12 @@ class TokenStream:
         self.specs: dict[str, tuple[Any, Any]] = {}  # of row linears, by their names: what each was made of, and the spec
         self._known: dict[Any, tuple[StorageWeakRef, Layout | None]] = {}  # memory that entered modules
         self._most = 1024
-        self._draws: Draws | None = None
+        self._frame: Frame | None = None  # of what dealt rows draw
         self.gathering = ""  # the module that gathers
         self._readers: dict[str, Any] = {}  # weak: the linears that read first what a module gathered, by its name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenStream:
-        twin = memo[id(self)] = TokenStream(self.group, self.mode)
+        twin = memo[id(self)] = TokenStream(self.group, self.mode, copy.deepcopy(self.draws, memo))
         twin.owners = None if self.owners is None else 0
         return twin
 
@@ -127,8 +148,8 @@ class TokenStream:
         return Layout(tuple(x.shape[:-1]), rows, -(-rows // size))
 
     @contextmanager
-    def running(self, part: TokenPart, x: Tensor) -> Iterator[None]:
-        """Around a module's forward: which layout `x`, that enters it, has.
+    def running(self, module: Any, part: TokenPart, x: Tensor) -> Iterator[None]:
+        """Around the forward of `module`: which layout `x`, that enters it, has.
 
         A checkpoint runs a module again within backward, perhaps after other forwards: there the layout is that of the forward
         in which `x`'s memory entered.
@@ -144,16 +165,19 @@ class TokenStream:
             self.layout = self._recall(part, x)
         elif part.first:
             self._check_begins(part, x)
-            self.layout = None if part.draws and compiling else self.choose(x)  # a compiler draws alike on all ranks
+            self.layout = self.choose(x)
             self.joined = None
         elif self.joined is not None and self.layout is None and tuple(x.shape[:-1]) == self.joined.dealt:
             self.layout = self.joined
         if not compiling and not again and (x.requires_grad or torch.is_grad_enabled()):
             self._note(x)
         self._inside = outer + 1
+        token = None if compiling else RUNNING.set((*RUNNING.get(), module))
         try:
             yield
         finally:
+            if token is not None:
+                RUNNING.reset(token)
             self._inside = outer
             if outer == 0 and again:
                 self.layout = before
@@ -199,10 +223,38 @@ class TokenStream:
         self._note(x)
         return x
 
+    def remember(self) -> Moment:
+        """Where the running forward is."""
+        frames = self.draws.remember()
+        place = None if self._frame is None else self._frame.frames.index(self._frame)
+        return Moment(self.layout, self.joined, self.keeps_whole, self._inside, frames, place)
+
+    @contextmanager
+    def going_on(self, moment: Moment) -> Iterator[None]:
+        """Within it the stream is where a forward was; generators are in the state of then already."""
+        before = self.layout, self.joined, self.keeps_whole, self._inside, self._frame
+        self.layout, self.joined, self.keeps_whole, self._inside = moment[:4]
+        try:
+            with self.draws.going_on(moment.frames) as frames, self.hiding_rows():
+                self._frame = None if moment.place is None else frames[moment.place]
+                yield
+        finally:
+            self.layout, self.joined, self.keeps_whole, self._inside, self._frame = before
+
+    @contextmanager
+    def hiding_rows(self) -> Iterator[None]:
+        """Within it what was gathered is a tensor like another, and linears that read it sum its gradient as any other's."""
+        before = self.local, self.full
+        self.local = self.full = None
+        try:
+            yield
+        finally:
+            self.local, self.full = before
+
     def reset(self) -> None:
         """Forget the forward that ran: it has ended, or died half way."""
-        self.layout = self.joined = self.local = self.full = self._draws = None
-        self.suspended, self._inside = False, 0
+        self.layout = self.joined = self.local = self.full = self._frame = None
+        self.suspended, self.keeps_whole, self._inside = False, False, 0
 
     # -- moving rows ----------------------------------------------------------------------------------------------------
 
@@ -288,10 +340,27 @@ class TokenStream:
         rows = pad_rows(y.reshape(layout.rows, *rest), self.group.tp_size)
         return scatter_rows_to_group(rows, self.group, dtype).view(*lead, *rest)
 
+    @contextmanager
+    def keeping_whole(self, wanted: bool) -> Iterator[None]:
+        """Within it row linears leave their sums whole if `wanted`."""
+        before, self.keeps_whole = self.keeps_whole, wanted
+        try:
+            yield
+        finally:
+            self.keeps_whole = before
+
+    @property
+    def scatters(self) -> bool:
+        """Whether a row linear's sum is dealt to the ranks now."""
+        return self.layout is not None and not self.keeps_whole
+
     def leave_whole_rows(self) -> None:
         """Partial sums were scattered: what follows in this module reads dealt rows, and draws for those."""
-        if self._draws is not None:
-            self._draws.switch(apart=True)
+        frame = self._frame
+        if frame is not None:
+            for inside in frame.frames[frame.frames.index(frame) + 1 :]:
+                inside.switch(apart=False)
+            frame.switch(apart=True)
 
     def find_local(self, x: Tensor) -> Tensor | None:
         """The rows that `x` was gathered from; None if it was not gathered last."""
@@ -316,65 +385,36 @@ class TokenStream:
     # -- random numbers -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def drawing_apart(self, device: torch.device) -> Iterator[None]:
-        """Random numbers drawn inside are each rank's own; the default generators end alike on all ranks.
-
-        They follow from the default generator's state and the rank, so that what is run again draws the same.
-        """
-        seed = int(torch.randint(2**62, ()))
-        self._draws = draws = Draws(find_generator(device), seed + self.group.tp_rank)
-        try:
-            yield
-        finally:
-            draws.switch(apart=False)
-            self._draws = None
+    def drawing_apart(self) -> Iterator[None]:
+        """Random numbers drawn inside are each rank's own; the default generators end alike on all ranks."""
+        with self.draws.open(self.group.tp_rank) as frame:
+            self._frame = frame
+            try:
+                yield
+            finally:
+                self._frame = None
 
     @property
     def draws_apart(self) -> bool:
         """Whether dealt rows draw each rank's own random numbers now."""
-        return self._draws is not None
+        return self._frame is not None
 
     @contextmanager
     def drawing_together(self) -> Iterator[None]:
         """Inside it, what is drawn is drawn alike on all ranks again, until rows are scattered."""
-        draws = self._draws
-        if draws is None:
-            yield
-            return
-        draws.switch(apart=False)
+        frame = self._frame
+        if frame is not None:
+            frame.switch(apart=False)
         try:
             yield
         finally:
-            draws.switch(apart=True)
-
-
-class Draws:
-    """A generator with two states: what dealt rows draw from, and what all ranks draw from alike."""
-
-    def __init__(self, generator: torch.Generator, seed: int) -> None:
-        """It goes on from `seed`, apart from the other ranks'."""
-        self.generator, self.other, self.apart = generator, generator.get_state(), True
-        generator.manual_seed(seed)
-
-    def switch(self, apart: bool) -> None:
-        """Go on in that state."""
-        if apart is not self.apart:
-            now = self.generator.get_state()
-            self.generator.set_state(self.other)
-            self.other, self.apart = now, apart
+            if frame is not None:
+                frame.switch(apart=True)
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
     """The memory of `x`; micro-batches may be views of one storage."""
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape
-
-
-def find_generator(device: torch.device) -> torch.Generator:
-    """The default generator of a device."""
-    if device.type == "cpu":
-        return torch.default_generator
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
 
 
 def map_first(output: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:

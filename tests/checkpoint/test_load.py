@@ -216,8 +216,8 @@ def measure_load(path: str, port: str, rank: str) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="needs Linux's smaps_rollup")
-def test_memory_is_the_shard_and_one_tensor(tmp_path):
-    """Of a 470 MB model at TP=2, no rank may hold more than its part, the largest tensor and 160 MB: the whole would not fit."""
+def test_memory_is_less_than_the_shard(tmp_path):
+    """Of a 470 MB model at TP=2, no rank may take as much memory as its part: what is one run of a file's bytes stays there."""
     settings = LlamaConfig(
         hidden_size=1024,
         intermediate_size=2816,
@@ -229,7 +229,6 @@ def test_memory_is_the_shard_and_one_tensor(tmp_path):
     with no_init_weights():
         model = LlamaForCausalLM(settings)
     total = sum(parameter.nbytes for parameter in model.parameters())
-    largest = max(parameter.nbytes for parameter in model.parameters())
     model.save_pretrained(tmp_path)
     del model
     with socket.socket() as free:
@@ -242,9 +241,9 @@ def test_memory_is_the_shard_and_one_tensor(tmp_path):
         out, _ = process.communicate(timeout=120)
         assert process.returncode == 0
         measured = json.loads(out.splitlines()[-1])
-        allowed = measured["held"] + largest + 160e6  # 60 MB of buffers, the rest what planning leaves behind
-        assert measured["held"] < total * 0.51 and allowed < total
-        assert measured["held"] <= measured["peak"] < allowed, (measured, largest, total)
+        copied = 63e6  # columns of o_proj and down_proj
+        assert total * 0.49 < measured["held"] < total * 0.51
+        assert measured["peak"] < copied + 160e6 < measured["held"], measured  # buffers, and what planning leaves
 
 
 if __name__ == "__main__":

@@ -67,12 +67,13 @@ def test_cut_and_put_together(plain, tmp_path):
     cut(model, path, tmp_path / "8", 8, copies(model, 8))
     with ShardedSource(tmp_path / "8") as source:
         for name, shard in source.shards.items():
-            full, other = model.state_dict()[name], Shard.even(model.state_dict()[name].shape, 1, 3)
+            full, thirds = model.state_dict()[name], Shard.even(model.state_dict()[name].shape, 1, 3)
             for rank in range(8):  # of its own file, as float64, too
                 part = source.read(name, shard, rank, torch.float64, CPU)
                 assert torch.equal(part, shard.split(full, rank).double())
-            assert all(torch.equal(source.read(name, other, r, None, CPU), other.split(full, r)) for r in range(3))
-            source.read(name, shard, 0, None, CPU).fill_(3)
+            assert all(torch.equal(source.read(name, thirds, r, None, CPU), thirds.split(full, r)) for r in range(3))
+            with ShardedSource(tmp_path / "8") as other:
+                other.read(name, shard, 0, None, CPU).fill_(3)
             assert torch.equal(source.read(name, None, 0, None, CPU), full)
         merge_checkpoint(source, tmp_path / "merged", "100KB")
     check_equal(tmp_path / "merged", model)

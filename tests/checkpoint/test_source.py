@@ -68,15 +68,33 @@ def test_odd_layouts_and_dtypes(tmp_path):
 
 
 def test_what_is_read_is_ours(saved):
-    """Writing into a part must reach neither the file nor another read of it."""
+    """Writing into a part reaches neither the file nor what others read, and no part holds on to more than itself."""
     model, path = saved
-    name = "model.norm.weight"
-    source = SafetensorsSource(path)
-    source.read(name, None, 0, None, CPU).fill_(7)
-    assert torch.equal(source.read(name, None, 0, None, CPU), model.state_dict()[name])
-    memory = ModuleSource(model)
-    memory.read(name, None, 0, None, CPU).fill_(7)
-    assert torch.equal(model.model.norm.weight, source.read(name, None, 0, None, CPU))
+    name = "lm_head.weight"
+    full = model.state_dict()[name]
+    layouts = [None, *(Shard.even(full.shape, dim, 2) for dim in (0, 1)), Shard.dealt(full.shape, 1, (1, 1), (8, 8))]
+    for source in (SafetensorsSource(path), ModuleSource(model)):
+        for shard in layouts:
+            for dtype in (None, torch.float64):
+                part = source.read(name, shard, 1, dtype, CPU)
+                assert part.untyped_storage().nbytes() == part.nbytes and part.storage_offset() == 0
+    for shard in layouts:
+        SafetensorsSource(path).read(name, shard, 1, None, CPU).fill_(7)
+        ModuleSource(model).read(name, shard, 1, None, CPU).fill_(7)
+        assert torch.equal(SafetensorsSource(path).read(name, None, 0, None, CPU), model.lm_head.weight)
+
+
+def test_what_is_read_outlives_its_file(saved):
+    """Files are replaced, as every save does, and removed, while a model lives that was read from them."""
+    model, path = saved
+    state, source = model.state_dict(), SafetensorsSource(path)
+    read = {name: source.read(name, None, 0, None, CPU) for name in state}
+    source.close()
+    for file in path.glob("*.safetensors"):
+        (path / "other").write_bytes(bytes(file.stat().st_size))
+        (path / "other").replace(file)
+        file.unlink()
+    assert all(torch.equal(read[name], full) for name, full in state.items())
 
 
 def test_module_source():

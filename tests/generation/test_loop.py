@@ -42,14 +42,14 @@ def make_prompt():
 
 
 class Kept(BaseStreamer):
-    """Keeps what it is given; does `act` with the third token."""
+    """Keeps what it is given; does `act` with what comes fourth: the third token, as the prompt comes first."""
 
-    def __init__(self, act=None):
-        self.got, self.ended, self.act = [], False, act
+    def __init__(self, act=None, when=4):
+        self.got, self.ended, self.act, self.when = [], False, act, when
 
     def put(self, value):
         self.got.append(value.flatten().tolist())
-        if len(self.got) == 4 and self.act is not None:  # the prompt came first
+        if len(self.got) == self.when and self.act is not None:
             self.act()
 
     def end(self):
@@ -152,6 +152,17 @@ def check_interruptions(model, rank):
     call = lambda: model.generate(ids[1:2], **options, stopping_criteria=[counting])  # noqa: E731
     text = raised(call, ValueError if rank == 0 else AutoTPError)
     assert ("no more paper" if rank == 0 else "TP rank(s) [0]") in text and counting.calls <= 4
+
+    streamer = Kept(fail if rank == 1 else None, when=1)  # before anything runs
+    text = raised(lambda: model.generate(ids[1:2], **options, streamer=streamer), ValueError if rank == 1 else AutoTPError)
+    assert rank == 1 or "generate failed on TP rank(s) [1]: ValueError: no more paper" in text
+    text = raised(lambda: model.generate(ids[1:2], **options | dict(num_beams=2, num_return_sequences=1 + 2 * rank)), Exception)
+    assert rank == 1 or "generate failed on TP rank(s) [1]: ValueError" in text
+    hook = model.register_forward_hook(lambda *args: fail() if rank == 0 else None)
+    text = raised(lambda: model.generate(ids[1:2], **options), ValueError if rank == 0 else AutoTPError)
+    hook.remove()
+    assert rank == 0 or "failed on TP rank(s) [0]: ValueError: no more paper" in text
+    assert torch.equal(model.generate(ids[1:2], **options), expected)
 
     kept = signal.signal(signal.SIGINT, signal.default_int_handler)
     streamer = Kept(lambda: signal.raise_signal(signal.SIGINT))  # Ctrl-C in a terminal reaches all ranks

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM
 
 from autotp.errors import PlanError
 from autotp.inject.callsites import ShapeFix, apply_fixes, find_call_site, remove_fixes
+from autotp.inject.source import find_functions
 from autotp.layers.base import insert_class, plain_class
 
 B, S, H, D, T = 2, 3, 4, 5, 2
@@ -597,3 +599,12 @@ def test_attention_of_transformers(make):
         apply_fixes(local, fixes, rank)
         total = total + local(x)[0]
     torch.testing.assert_close(total, expected)
+
+
+def test_functions_are_looked_for_near_a_class_alone():
+    """What the library's wrappers call is much to read, and none of it computes with what the model does."""
+    for cls in (LlamaForCausalLM, LlamaAttention):
+        found = {each.function.__module__ for each in find_functions(cls)}
+        assert LlamaForCausalLM.__module__ in found and found <= {base.__module__ for base in cls.__mro__}
+    names = {each.function.__name__ for each in find_functions(LlamaAttention)}
+    assert {"forward", "apply_rotary_pos_emb", "rotate_half"} <= names

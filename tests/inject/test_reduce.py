@@ -10,6 +10,7 @@ import autotp
 from autotp.inject.reduce import find_reduction
 from autotp.inject.rules import make_plan
 from autotp.inject.runs import record_runs
+from autotp.inject.shadow import Shadow
 from tests.models import tiny
 
 
@@ -55,6 +56,33 @@ def check_chain(group, kind):
 @pytest.mark.parametrize("kind", ["linear", "conv"])
 def test_a_chain_runs_as_it_was_proved(ranks, kind):
     ranks.run(check_chain, kind)
+
+
+def test_dropped_layers_are_not_copied():
+    """A copy of what is in them would take as long as they are many."""
+    copied = []
+
+    class Noted(nn.Linear):
+        def __deepcopy__(self, memo):
+            copied.append(self)
+            made = nn.Linear(32, 32)
+            memo[id(self)] = made
+            return made
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Noted(32, 32)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    model = Chain("linear")
+    model.layers = nn.ModuleList(Layer() for _ in range(7))
+    reduction = find_reduction(model)
+    left = Shadow(model, reduction=reduction).model
+    assert len(copied) == 2 and [len(list(layer.parameters())) for layer in left.layers] == [2, 2, 0, 0, 0, 0, 0]
+    assert all(layer.inner.weight.numel() for layer in model.layers)
 
 
 def test_one_region_around_many_layers_is_kept():

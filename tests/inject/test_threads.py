@@ -1,8 +1,11 @@
-"""Ranks that are threads of one process."""
+"""Ranks that are threads of one process, and what planning changes in the process."""
+
+import gc
 
 import torch
 
 from autotp.inject import rules
+from autotp.inject.threads import young_garbage
 from tests.models import tiny
 
 
@@ -18,3 +21,13 @@ def test_plans_are_made_in_one_thread_a_rank_and_leave_the_number_as_it_was(monk
     finally:
         torch.set_num_threads(before)
     assert set(seen) == {1}
+
+
+def test_what_was_there_is_not_searched_for_garbage_inside_and_is_again_afterwards():
+    assert gc.get_freeze_count() == 0
+    with young_garbage():
+        assert gc.get_freeze_count() > 0
+        with young_garbage():
+            pass
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0

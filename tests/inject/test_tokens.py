@@ -213,20 +213,6 @@ def test_dropout_of_dealt_rows_is_each_ranks_own_and_drawn_again(ranks):
     ranks.run(check_dropout)
 
 
-def check_compiled(group):
-    reference = tiny("llama", num_hidden_layers=1)
-    model = autotp.parallelize(copy.deepcopy(reference), group, sequence_parallel=True)
-    seen = watch(model)
-    model.model.layers[0].compile(backend="aot_eager", fullgraph=True)
-    call = batch(reference, 0, 3, 7) | {"use_cache": False}
-    check_close(gradients(model.train(), [call]), gradients(reference.train(), [call]))
-    assert seen == [] or seen[0] is not None
-
-
-def test_compiled_layer_without_graph_breaks(ranks):
-    ranks.run(check_compiled)
-
-
 # -- plans --------------------------------------------------------------------------------------------------------------
 
 

@@ -19,14 +19,15 @@ FORMS = [
 ]
 
 
-def open_inbox(folder: str, rank: int, size: int):
+def open_inbox(folder: str, rank: int, size: int, patience: int = 2**31 - 1):
     """`(the Inbox, what must stay alive with it)`."""
     from autotp.kernels.triton_peers import Inbox
 
     count = 2 * size * ROWS * WORDS
     parts = [torch.from_file(f"{folder}/{r}", shared=True, size=count, dtype=torch.int64) for r in range(size)]
+    parts.append(torch.zeros(1, dtype=torch.int32))
     addresses = torch.tensor([part.data_ptr() for part in parts])
-    return Inbox(addresses, torch.zeros(ROWS, dtype=torch.int32), WORDS, rank, size), parts
+    return Inbox(addresses, torch.zeros(ROWS + 1, dtype=torch.int32), WORDS, rank, size, patience), parts
 
 
 def draw_call(call: int, size: int):
@@ -96,3 +97,21 @@ def test_ranks_sum_rows_norm_them_and_choose(ranks, size):
         tokens, halted = reference_decode.best_columns(*draw_logits(call, size))
         for mine in found:
             assert torch.equal(mine[15 + call][0], tokens) and torch.equal(mine[15 + call][1], halted), call
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted on the CPU")
+def test_a_rank_whose_words_do_not_come_is_named(tmp_path):
+    from autotp.kernels.triton_choose import best_columns
+    from autotp.kernels.triton_peers import reduce_rows
+
+    for rank in range(2):
+        with open(tmp_path / str(rank), "wb") as file:
+            file.truncate(2 * 2 * ROWS * WORDS * 8)
+    inbox, parts = open_inbox(str(tmp_path), 0, 2, patience=9)
+    total, _ = reduce_rows(torch.ones(3, 4), inbox)
+    assert total.isnan().all() and parts[-1].tolist() == [2]  # rank 1, plus one
+    inbox = inbox._replace(patience=2**31 - 1)  # never again
+    logits = torch.tensor([[-1.0, -3.0], [0.0, 5.0]])
+    tokens, halted = best_columns(logits, inbox, 7, torch.tensor([0]))
+    assert ((tokens == 0) | ((tokens >= 7) & (tokens < 9))).all() and halted.item() != 0
+    assert reduce_rows(torch.ones(1, 4).half(), inbox)[0].isnan().all()

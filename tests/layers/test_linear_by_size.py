@@ -197,6 +197,13 @@ def check_refusals(group):
         column(torch.zeros(14))
     with pytest.raises(PlanError, match=r"up takes \[..., 14\], got \[4, 13\]"):
         column(torch.zeros(4, 13))
+    rank, x = resolve_group(group).tp_rank, torch.randn(4, 14)
+    fused = autotp.LayerNormLinear(14, 10, parallel_mode="column", tp_group=group, sequence_parallel=True, name="qkv")
+    for layer, give in ((column, x), (row, x[:, :7]), (fused, x)):
+        y = layer(give)
+        with pytest.raises(AutoTPError, match=rf"{layer.full_name}: .* TP ranks 0 to 1 have \[[48], [2468]\]: pad them to"):
+            layer(give[: 4 - 2 * rank])
+        assert torch.equal(layer(give), y)  # and no rank waits
 
 
 def test_rows_that_can_not_be_dealt_are_refused(ranks):

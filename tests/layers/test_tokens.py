@@ -1,11 +1,11 @@
-"""When tokens are dealt, and from what their dropout draws."""
+"""When tokens are dealt."""
 
 import pytest
 import torch
 
 from autotp.errors import PlanError
 from autotp.inject.threads import SoloGroup
-from autotp.layers.tokens import LEAST_BYTES, Draws, Layout, TokenStream, map_first
+from autotp.layers.tokens import LEAST_BYTES, Layout, TokenStream, map_first
 
 WIDE = LEAST_BYTES // 4 // 8  # columns of float32 of which 8 rows are what "auto" wants on a rank
 
@@ -33,17 +33,6 @@ def test_when_tokens_are_dealt(mode, shape, trains, expected):
     assert stream.choose(x) is None
     stream.suspended, stream.owners = False, 0  # counted, and none runs
     assert stream.choose(x) is None
-
-
-def test_draws_go_on_where_each_state_was():
-    generator = torch.Generator().manual_seed(3)
-    alike = [float(torch.rand((), generator=torch.Generator().manual_seed(3)))]
-    apart = torch.rand(2, generator=torch.Generator().manual_seed(5))
-    draws, seen = Draws(generator, 5), []
-    for to_apart in (True, False, True):
-        draws.switch(apart=to_apart)
-        seen.append(float(torch.rand((), generator=generator)))
-    assert seen == [float(apart[0]), alike[0], float(apart[1])]
 
 
 def test_the_first_tensor_of_an_output_is_changed():
