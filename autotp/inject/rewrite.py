@@ -40,6 +40,8 @@ from .swap import rewrite_modules
 from .threads import young_garbage
 from .weights import cut_weights, join_weights
 
+WATCHED = ("autotp_streams", "autotp_attentions")  # what the hooks on models and on the modules around chains note there
+
 
 @young_garbage()
 def parallelize(
@@ -183,6 +185,8 @@ def unshard(model: nn.Module) -> nn.Module:
         restore_attributes(module)
         remove_fixes(module)
         remove_forward(module)
+        for note in WATCHED:
+            module.__dict__.pop(note, None)
     for note in ("autotp_plan", "autotp_group", PLACE):
         model.__dict__.pop(note, None)
     return model

@@ -209,7 +209,7 @@ def check_unsharded(group):
     whole, notes = copy.deepcopy(plain), {}
     for name, module in plain.named_modules():
         notes[name] = type(module), module.training, set(module.__dict__), str(module)
-    model = autotp.parallelize(plain, group)
+    model = autotp.parallelize(plain, group, sequence_parallel=True)
     optimizer = torch.optim.AdamW(model.parameters())
     model(**batch(whole)).loss.backward()
     optimizer.step()
