@@ -18,11 +18,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..comm import TPGroup, local_device, resolve_group
 from ..errors import AutoTPError, CheckpointError
 from ..layers.base import check_usable, find_group
+from ..layers.fully import data_ranks
 from ..places import Places
 from .dcp import TensorWriter, read_metadata
 from .parts import StateParts, unwrap
@@ -55,7 +57,7 @@ class TrainingState:
     `wait`, says how it ended. All methods are collective over the ranks of the model and its copies.
 
     Args:
-        model: parallelized, or plain; wrapped in DistributedDataParallel or not.
+        model: parallelized, or plain; wrapped in DistributedDataParallel, sharded by FSDP2, or neither.
         optimizer: of the model's parameters.
         scheduler: has `state_dict`, of plain values, and `load_state_dict`.
         masters: tensors that the optimizer updates in place of the parameters of these names, of their shapes.
@@ -92,6 +94,12 @@ class TrainingState:
     def _make_parts(self) -> StateParts:
         """Made anew each time: an optimizer may have got parameters since."""
         check_usable(self.model)
+        for name, parameter in self.model.named_parameters():
+            if isinstance(parameter, DTensor) and not set(data_ranks(parameter)) <= set(self.places.dp.ranks):
+                raise CheckpointError(
+                    f"FSDP2 shards '{name}' over ranks {data_ranks(parameter)}, but dp= names {list(self.places.dp.ranks)}: "
+                    f"pass the mesh that fully_shard was given, dp=mesh['dp']"
+                )
         return StateParts(self.model, self.optimizer, self.scheduler, self.masters)
 
     # -- saving -------------------------------------------------------------------------------------------------------

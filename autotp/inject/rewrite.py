@@ -7,22 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import errors
-from ..checkpoint.load import fill_from_source, place_buffers
+from ..checkpoint.load import fill_from_source
 from ..checkpoint.open import open_checkpoint
 from ..checkpoint.save import save_pretrained
-from ..checkpoint.source import ModuleSource, take_part
 from ..comm import TPGroup, resolve_group
 from ..errors import AutoTPError, PlanError
 from ..generation.engine import PLACE
 from ..generation.install import install_generation
-from ..layers.attention import restore_fast_paths
 from ..layers.attentions import watch_attentions
-from ..layers.base import check_usable, find_group, index_parameters, mark_broken, sharded_modules
+from ..layers.base import check_usable, find_group, index_parameters, mark_broken
 from ..layers.entry import install_entry, remove_entry
-from ..layers.guards import install_guards, mark_model, unmark_model
+from ..layers.fully import refuse_dealt
+from ..layers.guards import install_guards, mark_model, unmark_model, warn_of_states
 from ..layers.siblings import lay_siblings
 from ..layers.token_modules import watch_owners
 from .assemble import read_versions
@@ -35,9 +34,13 @@ from .forwards import Forward, remove_forward
 from .hints import spell
 from .load import build_empty, find_checkpoint, find_dtype, read_kept_plan
 from .plan import Plan
+from .resize import resize_embeddings
 from .rules import check_mode, hints_of, make_plan, reuse_plan
-from .swap import make_plain, rewrite_modules
+from .swap import rewrite_modules
 from .threads import young_garbage
+from .weights import cut_weights, join_weights
+
+WATCHED = ("autotp_streams", "autotp_attentions")  # what the hooks on models and on the modules around chains note there
 
 
 @young_garbage()
@@ -84,6 +87,7 @@ def parallelize(
     if find_group(model) is not None:
         raise PlanError(f"this {type(model).__name__} is parallelized already; autotp.unshard(model) makes it plain again")
     check_usable(model)
+    refuse_dealt(model.named_parameters(), "parallelize", "parallelize the plain model first, and call fully_shard after that")
     group = resolve_group(group_or_mesh, timeout_s)
     group.arrive("parallelize")
     with group.together("making the plan"):
@@ -175,7 +179,7 @@ def from_pretrained(
 def unshard(model: nn.Module) -> nn.Module:
     """The inverse of `parallelize`, in place and collective: plain modules that hold whole weights on every rank.
 
-    Parameter objects survive; gradients, which were of shards, are dropped.
+    Parameter objects survive; gradients, which were of shards, are dropped. Warns of optimizers that hold states of shards.
 
     Raises:
         AutoTPError: the model is not parallelized, or is broken.
@@ -184,6 +188,8 @@ def unshard(model: nn.Module) -> nn.Module:
     if group is None:
         raise PlanError(f"this {type(model).__name__} is not parallelized")
     check_usable(model)
+    refuse_dealt(model.named_parameters(), "unshard", "autotp.save_pretrained writes it whole, and plain transformers loads that")
+    warn_of_states(model)
     group.arrive("unshard")
     remove_entry(model)
     unmark_model(model)
@@ -196,6 +202,8 @@ def unshard(model: nn.Module) -> nn.Module:
         restore_attributes(module)
         remove_fixes(module)
         remove_forward(module)
+        for note in WATCHED:
+            module.__dict__.pop(note, None)
     for note in ("autotp_plan", "autotp_group", PLACE):
         model.__dict__.pop(note, None)
     return model
@@ -241,54 +249,6 @@ def plan_together(
 # -- the change ---------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def cut_weights(model: nn.Module, plan: Plan, group: TPGroup) -> None:
-    """Replace data and gradient of every Parameter by this rank's part, on the group's device; one tensor at a time."""
-    source, shards = ModuleSource(model), plan.shards
-    of: dict[int, Any] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in shards:
-            of[id(parameter)] = shards[name]
-    for name, parameter in model.named_parameters():
-        shard = of.get(id(parameter))
-        if shard is not None or parameter.device != group.device:
-            grad, parameter.grad = parameter.grad, None
-            set_data(parameter, source.read(name, shard, group.tp_rank, parameter.dtype, group.device))
-            if grad is not None:
-                parameter.grad = take_part(grad, shard, group.tp_rank, grad.dtype, group.device)
-    place_buffers(model, shards, group.tp_rank, group.device)
-
-
-@torch.no_grad()
-def join_weights(model: nn.Module) -> None:
-    """Give every sharded Parameter its whole data on every rank, and its module its own class."""
-    done: dict[int, tuple[Tensor, Any]] = {}  # a part -> itself, kept alive for its id, and what it became
-    for _, module in list(sharded_modules(model)):
-        for name, shard in module.shards.items():
-            parameter, buffer = module._parameters.get(name), module._buffers.get(name)
-            if parameter is not None and id(parameter) not in done:
-                parameter.grad = None
-                set_data(parameter, module.tp.all_gather(parameter.data, shard))
-                done[id(parameter)] = (parameter, parameter)
-            elif buffer is not None:
-                if id(buffer) not in done:
-                    done[id(buffer)] = (buffer, module.tp.all_gather(buffer, shard))
-                module._buffers[name] = done[id(buffer)][1]
-        make_plain(module)
-    restore_fast_paths(model)
-
-
-def set_data(parameter: nn.Parameter, data: Tensor) -> None:
-    """Give a Parameter data of another shape, where a graph of an earlier forward may still be alive (old weight norm keeps one).
-
-    Such a graph keeps the node that takes the Parameter's gradients, of the shape that it was made for, and later forwards
-    would take it over; a change of dtype makes autograd drop it.
-    """
-    if data.shape != parameter.shape:
-        parameter.data = data.new_empty(0, dtype=torch.float64 if parameter.dtype == torch.float32 else torch.float32)
-    parameter.data = data
-
-
 def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str, forwards: Mapping[str, Forward]) -> None:
     """Swap the modules' forwards, and put hooks, guards and marks in place; the data is cut already."""
     fuse_modules(model, plan)
@@ -297,7 +257,7 @@ def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str, fo
     model.__dict__["autotp_plan"], model.__dict__["autotp_group"] = plan, group
     install_entry(model, group, plan.head, plan.loss, logits)
     model.__dict__["autotp_entry"].handles += watch_owners(model) + watch_attentions(model, group, find_values(plan))
-    install_guards(save=save_pretrained)
+    install_guards(save=save_pretrained, resize=resize_embeddings)
     install_generation()
     mark_model(model, group)
     index_parameters(model)
