@@ -81,6 +81,15 @@ def wrap_prepare(original: Callable) -> Callable:
     return prepare
 
 
+def wrap_prepare_tp(original: Callable) -> Callable:
+    """accelerate's own step for a tp axis is for DTensors; plain shards are prepared as any model is."""
+
+    def prepare_tp(self, *args: Any) -> Any:
+        return list(args) if any(find_spread(each) is not None for each in args) else original(self, *args)
+
+    return prepare_tp
+
+
 def wrap_prepare_model(original: Callable) -> Callable:
     """Copies of a model get DistributedDataParallel over the data axis."""
 

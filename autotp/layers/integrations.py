@@ -49,6 +49,7 @@ def install_integrations(save: Save | None, resize: Resize | None = None) -> Non
     replace(Trainer, "_load_optimizer_and_scheduler", _wrap_trainer_load_optimizer)
     replace(Accelerator, "get_state_dict", _wrap_get_state_dict)
     replace(Accelerator, "prepare", data_axis.wrap_prepare)
+    replace(Accelerator, "_prepare_tp", data_axis.wrap_prepare_tp)
     replace(Accelerator, "prepare_model", data_axis.wrap_prepare_model)
     replace(Accelerator, "prepare_data_loader", data_axis.wrap_prepare_loader)
     replace(Accelerator, "gather", data_axis.wrap_gather)

@@ -198,8 +198,13 @@ def run_misuse(directory, parallelize):
         text = refused(GatherError, model.save_pretrained, str(directory / "alone"))
         assert "rank(s) [1] did not come within 2 s" in text and not (directory / "alone" / "config.json").exists()
     dist.barrier()
+    forget(accelerator)
+
+
+def forget(accelerator):
+    """The next scenario names its own parallelism."""
     accelerator.free_memory()
-    type(accelerator.state)._reset_state(reset_partial_state=True)  # the next scenario names its own parallelism
+    type(accelerator.state)._reset_state(reset_partial_state=True)
 
 
 # -- accelerate ---------------------------------------------------------------------------------------------------------
@@ -274,8 +279,62 @@ def check_generation(model, full):
         assert torch.equal(mine, theirs)
 
 
+def run_copies(directory, parallelize):
+    """A script without seeds whose Accelerator is there first: one or two copies of a model, accumulation, metrics."""
+    from accelerate import Accelerator, ParallelismConfig
+
+    import autotp
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    config = ParallelismConfig(tp_size=2, dp_shard_size=size // 2)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, parallelism_config=config)
+    rows = torch.randint(0, 64, (16, 9), generator=torch.Generator().manual_seed(0))
+    loader = torch.utils.data.DataLoader(rows, batch_size=8 // size, shuffle=True)
+    full, model = build(), parallelize(build())
+    optimizer, reference = (torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3) for each in (model, full))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    seen = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(input_ids=batch, labels=batch).loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(accelerator.gather_for_metrics(batch))
+        (full(input_ids=seen[-1], labels=seen[-1]).loss / 2).backward()
+        if accelerator.sync_gradients:
+            wanted = torch.nn.utils.clip_grad_norm_(full.parameters(), 0.5)
+            torch.testing.assert_close(norm, wanted, rtol=1e-4, atol=0)
+            reference.step()
+            reference.zero_grad()
+    assert len(seen) == 4 and sorted(torch.cat(seen).tolist()) == sorted(rows.tolist())
+    for name, value in autotp.full_state_dict(accelerator.unwrap_model(model)).items():
+        torch.testing.assert_close(value, full.state_dict()[name], atol=1e-5, rtol=0, msg=name)
+    numbers, words = [], []
+    for batch in accelerator.prepare(torch.utils.data.DataLoader(range(7), batch_size=2)):
+        numbers.append(accelerator.gather_for_metrics({"a": batch})["a"])
+        words += accelerator.gather_for_metrics([str(number) for number in batch.tolist()])
+    assert torch.cat(numbers).tolist() == list(range(7)) and words == list("0123456")
+    assert accelerator.gather(torch.tensor(1)).tolist() == [1] * size
+    if size > 2:
+        stream = torch.utils.data.DataLoader(Stream(), batch_size=2)
+        assert "dispatch_batches=False" in refused(AutoTPError, accelerator.prepare, stream)
+    forget(accelerator)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+def test_accelerate_trains_copies_and_counts_samples_once(tmp_path):
+    launch("copies", tmp_path, 4)
+
+
 def test_accelerate_names_misuse_and_equals_the_unsharded_run(tmp_path):
-    launch("misuse,accelerate", tmp_path, 2)
+    launch("misuse,copies,accelerate", tmp_path, 2)
     assert_same_weights(tmp_path / "final", tmp_path / "idiom", 0)
     assert "distributed_config" not in (tmp_path / "final" / "config.json").read_text()
     from safetensors.torch import load_file
@@ -283,6 +342,15 @@ def test_accelerate_names_misuse_and_equals_the_unsharded_run(tmp_path):
     whole = LlamaForCausalLM.from_pretrained(tmp_path / "final").state_dict()
     saved = load_file(tmp_path / "model" / "model.safetensors")
     assert all(torch.equal(saved[name], whole[name]) for name in saved) and len(saved) >= len(whole) - 1
+
+
+SCENARIOS = {
+    "trainer": run_trainer,
+    "sft": run_sft,
+    "misuse": run_misuse,
+    "copies": run_copies,
+    "accelerate": run_accelerate,
+}
 
 
 def main():
@@ -301,9 +369,7 @@ def main():
             return model
 
     for scenario in scenarios:
-        {"trainer": run_trainer, "sft": run_sft, "accelerate": run_accelerate, "misuse": run_misuse}[scenario](
-            directory, parallelize
-        )
+        SCENARIOS[scenario](directory, parallelize)
     if dist.is_initialized():
         dist.destroy_process_group()
 
