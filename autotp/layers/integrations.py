@@ -21,6 +21,7 @@ from torch import nn
 from ..comm import TPGroup
 from ..errors import AutoTPError, CheckpointError
 from .base import find_group
+from .peft_wraps import install_peft
 from .stream import full_state_dict, map_sharded
 
 Save = Callable[..., None]  # save(model, directory, max_shard_size=..., is_main_process=...)
@@ -45,6 +46,7 @@ def install_integrations(save: Save | None) -> None:
     replace(Accelerator, "prepare_model", _wrap_prepare_model)
     replace(Accelerator, "save_state", _wrap_save_state)
     replace(Accelerator, "load_state", _wrap_load_state)
+    install_peft(replace)
 
 
 def replace(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
@@ -75,7 +77,8 @@ def _wrap_save_pretrained(save: Save | None, original: Callable) -> Callable:
                 "distributed_checkpoint=True is not built for a parallelized model: leave it out to save it whole"
             )
         extra = {key for key, value in kwargs.items() if value is not None} - {"save_function", "safe_serialization"}
-        if save is not None and state_dict is None and not push_to_hub and not extra:
+        adapters = getattr(self, "_hf_peft_config_loaded", False)  # transformers then writes those alone
+        if save is not None and state_dict is None and not push_to_hub and not extra and not adapters:
             return save(self, save_directory, max_shard_size=max_shard_size, is_main_process=is_main_process)
         if state_dict is None:
             state_dict = full_state_dict(self)

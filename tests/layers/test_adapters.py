@@ -1,0 +1,97 @@
+"""peft's adapters on parallelized models, beside the same adapters on the unsharded ones."""
+
+import copy
+
+import pytest
+import torch
+from transformers import GPT2Config
+
+import autotp
+from tests.models import batch, tiny
+
+peft = pytest.importorskip("peft")
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TOLERANCE = 1e-5
+
+
+def add(model, seed=0, adapter="default", **options):
+    """`model` with a LoRA adapter of random values, B's and magnitudes' too; the values are the same for every rank count."""
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": LINEARS, "task_type": "CAUSAL_LM", **options})
+    if isinstance(model, peft.PeftModel):
+        model.add_adapter(adapter, config)
+    else:
+        model = peft.get_peft_model(model, config, adapter)
+    return model
+
+
+def whole_state(model):
+    """What a plain model would have: `{name: tensor}` on every rank."""
+    group = autotp.layers.base.find_group(model)
+    return group.broadcast_object(autotp.full_state_dict(model)) if group else model.state_dict()
+
+
+def stir(model, plain):
+    """Small random numbers added to what is trained, alike in both."""
+    torch.manual_seed(5)
+    state, trained = whole_state(model), [name for name, p in plain.named_parameters() if p.requires_grad]
+    with torch.no_grad():
+        for name in trained:
+            own = dict(plain.named_parameters())[name]
+            torch.testing.assert_close(state[name], own, msg=lambda text, name=name: f"{name} as it was made: {text}")
+            own.add_(torch.randn_like(own) * 0.05)
+    group = autotp.layers.base.find_group(model)
+    autotp.load_full_state_dict(model, plain.state_dict() if group.tp_rank == 0 else None)
+
+
+def train(model, inputs, steps=2):
+    """Losses of AdamW steps with clipping, in two micro-batches each."""
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    losses, norms = [], []
+    for _ in range(steps):
+        for part in (slice(0, 1), slice(1, 2)):
+            loss = model(**{key: value[part] for key, value in inputs.items()}).loss / 2
+            loss.backward()
+            losses.append(loss.item())
+        norms.append(float(torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses + norms
+
+
+def compare(model, plain, inputs):
+    torch.testing.assert_close(train(model, inputs), train(plain, inputs), rtol=TOLERANCE, atol=TOLERANCE)
+    state = whole_state(model)
+    assert set(state) == set(plain.state_dict())
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def make(group, family="llama", before=False, plan="auto", sequence_parallel=False, model_options=(), **options):
+    """`(the sharded model with an adapter, the unsharded one, a batch)`."""
+    plain = tiny(family, **dict(model_options))
+    inputs = batch(plain)
+    model = copy.deepcopy(plain)
+    if before:
+        model = autotp.parallelize(add(model, **options), group, sequence_parallel=sequence_parallel, plan=plan)
+    else:
+        model = add(autotp.parallelize(model, group, sequence_parallel=sequence_parallel, plan=plan), **options)
+    plain = add(plain, **options)
+    stir(model, plain)
+    return model, plain, inputs
+
+
+def run_trains(group, family, options):
+    compare(*make(group, family, **options))
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "options"),
+    [
+        ("llama", 2, {"target_modules": "all-linear", "bias": "all", "use_rslora": True, "alpha_pattern": {"q_proj": 3}}),
+    ],
+)
+def test_trains_as_unsharded(ranks, family, size, options):
+    ranks.run(run_trains, family, options, size=size)
