@@ -24,6 +24,7 @@ from ..layers.entry import install_entry, remove_entry
 from ..layers.guards import install_guards, mark_model, unmark_model
 from ..layers.siblings import lay_siblings
 from ..layers.token_modules import watch_owners
+from .adapted import find_root, list_wraps, parallelize_adapted
 from .assemble import read_versions
 from .attributes import restore_attributes
 from .block import fuse_modules
@@ -56,7 +57,7 @@ def parallelize(
     afterwards. Weights on the CPU go to this rank's GPU shard by shard if the group communicates through NCCL.
 
     Args:
-        model: a transformers model, equal on all ranks.
+        model: a transformers model, equal on all ranks; with peft's LoRA adapters, or without.
         group_or_mesh: process group or one-axis DeviceMesh; None for all ranks of a torchrun job, set up here if need be.
         plan: "auto" or "hf" for the model's own Hugging Face plan, a dict, or a `Plan`; see `make_plan`.
         logits: what training with labels returns: "auto" no logits, "full" whole ones, "sharded" this rank's columns.
@@ -81,6 +82,10 @@ def parallelize(
         raise PlanError(f"this {type(model).__name__} is parallelized already; autotp.unshard(model) makes it plain again")
     check_usable(model)
     group = resolve_group(group_or_mesh, timeout_s)
+    root = find_root(model)
+    if root is not model or list_wraps(root):
+        options = {"plan": plan, "inputs": inputs, "sequence_parallel": sequence_parallel, "logits": logits, "head": head, "attrs": attrs}
+        return parallelize_adapted(model, group, lambda plain: parallelize(plain, group, **options))
     group.arrive("parallelize")
     with group.together("making the plan"):
         if any(p.is_meta for p in model.parameters()):
@@ -160,8 +165,9 @@ def unshard(model: nn.Module) -> nn.Module:
         raise PlanError(f"this {type(model).__name__} is not parallelized")
     check_usable(model)
     group.arrive("unshard")
-    remove_entry(model)
-    unmark_model(model)
+    root = find_root(model)
+    remove_entry(root)
+    unmark_model(root)
     try:
         join_weights(model)
     except BaseException as error:
@@ -172,7 +178,7 @@ def unshard(model: nn.Module) -> nn.Module:
         remove_fixes(module)
         remove_forward(module)
     for note in ("autotp_plan", "autotp_group", PLACE):
-        model.__dict__.pop(note, None)
+        root.__dict__.pop(note, None)
     return model
 
 

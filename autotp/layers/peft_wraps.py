@@ -222,27 +222,29 @@ def adopt_shared(original: nn.Module, copy: nn.Module) -> None:
 
 
 def wrap_state_dict(original: Callable) -> Callable:
-    def get_peft_model_state_dict(model, state_dict=None, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        if _find_ours(model) is None or state_dict is not None:
-            return original(model, state_dict, *args, **kwargs)
+    def get_peft_model_state_dict(model, state_dict=None, adapter_name="default", *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        if _find_ours(model) is None or state_dict is not None or model.peft_config[adapter_name].is_prompt_learning:
+            return original(model, state_dict, adapter_name, *args, **kwargs)
         own = model.state_dict(keep_vars=True)
-        chosen = original(model, own, *args, **kwargs)
-        return gather_chosen(model, own, chosen)
+        # peft chooses and renames by what it is given: numbers stand for the tensors, which it may copy on the way.
+        numbers = {name: torch.tensor([number]) for number, name in enumerate(own)}
+        chosen = original(model, numbers, adapter_name, *args, **kwargs)
+        names = list(own)
+        return gather_chosen(model, own, {key: names[int(number)] for key, number in chosen.items()})
 
     return get_peft_model_state_dict
 
 
-def gather_chosen(model: nn.Module, own: dict[str, Tensor], chosen: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`chosen`, some of the model's `own` tensors under other names, whole: on rank 0; the other ranks get their parts."""
-    names = {id(tensor): name for name, tensor in reversed(own.items())}
+def gather_chosen(model: nn.Module, own: dict[str, Tensor], chosen: dict[str, str]) -> dict[str, Tensor]:
+    """Some of the model's `own` tensors under other names, `chosen` new name -> own: whole on rank 0, the others' parts there."""
     sharded = map_sharded(model)
-    wanted = [names[id(tensor)] for tensor in chosen.values() if id(tensor) in sharded]
+    wanted = {id(own[name]): name for name in chosen.values() if id(own[name]) in sharded}
     whole: dict[int, Tensor] = {}
-    with closing(iterate_full_tensors(model, dict.fromkeys(wanted, 0))) as stream:
+    with closing(iterate_full_tensors(model, dict.fromkeys(wanted.values(), 0))) as stream:
         for name, tensor in stream:
             if tensor is not None:
                 whole[id(own[name])] = tensor
-    return {key: whole.get(id(tensor), tensor.detach()) for key, tensor in chosen.items()}
+    return {key: whole.get(id(own[name]), own[name].detach()) for key, name in chosen.items()}
 
 
 def wrap_save(original: Callable) -> Callable:

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import GPT2Config
+from safetensors.torch import load_file
 
 import autotp
 from autotp.layers.base import sharded_modules
@@ -49,7 +49,7 @@ def stir(model, plain):
 def train(model, inputs, steps=2):
     """Losses of AdamW steps with clipping, in two micro-batches each."""
     model.train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3, eps=1e-3, weight_decay=0.1)
     losses, norms = [], []
     for _ in range(steps):
         for part in (slice(0, 1), slice(1, 2)):
@@ -81,7 +81,7 @@ def compare_gradients(model, plain, inputs):
 
 def compare(model, plain, inputs):
     compare_gradients(model, plain, inputs)
-    torch.testing.assert_close(train(model, inputs), train(plain, inputs), rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(train(model, inputs), train(plain, inputs), rtol=1e-4, atol=TOLERANCE)
     state = whole_state(model)
     assert set(state) == set(plain.state_dict())
     for name, value in plain.state_dict().items():
@@ -114,3 +114,78 @@ def run_trains(group, family, options):
 )
 def test_trains_as_unsharded(ranks, family, size, options):
     ranks.run(run_trains, family, options, size=size)
+
+
+def logits(model, inputs):
+    with torch.no_grad():
+        return model.eval()(inputs["input_ids"]).logits
+
+
+def agree(model, plain, inputs):
+    torch.testing.assert_close(logits(model, inputs), logits(plain, inputs), rtol=1e-4, atol=1e-4)
+
+
+def run_goes_around(group, directory, family, options):
+    """Saved, loaded elsewhere and here, merged; several adapters; generation."""
+    rank = torch.distributed.get_rank(group)
+    model, plain, inputs = make(group, family, **options)
+    model.save_pretrained(f"{directory}/ours", max_shard_size="1MB")
+    if rank == 0:
+        plain.save_pretrained(f"{directory}/plain")
+    group_of = autotp.layers.base.find_group(model)
+    group_of.arrive("saved")
+    ours, theirs = (load_file(f"{directory}/{name}/adapter_model.safetensors") for name in ("ours", "plain"))
+    assert set(ours) == set(theirs)
+    for key in ours:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=0, msg=lambda text, key=key: f"{key}: {text}")
+    again = peft.PeftModel.from_pretrained(tiny(family, **dict(options.get("model_options", ()))), f"{directory}/ours")
+    agree(again, plain, inputs)
+
+    base = autotp.parallelize(tiny(family, **dict(options.get("model_options", ()))), group)
+    loaded = peft.PeftModel.from_pretrained(base, f"{directory}/plain", is_trainable=True)
+    agree(loaded, plain, inputs)
+    with loaded.disable_adapter(), plain.disable_adapter():
+        agree(loaded, plain, inputs)
+    other = {**options, "r": 3, "seed": 9, "adapter": "other"}
+    other.pop("model_options", None)
+    loaded, plain = add(loaded, **other), add(plain, **other)
+    for each in (loaded, plain):
+        each.set_adapter("other")
+    stir(loaded, plain)
+    agree(loaded, plain, inputs)
+    compare_gradients(loaded, plain, inputs)
+    loaded.save_pretrained(f"{directory}/two", selected_adapters=["other"])
+    loaded.load_adapter(f"{directory}/two/other", "third", low_cpu_mem_usage=True)
+    for each, name in ((loaded, "third"), (plain, "other")):
+        each.set_adapter(name)
+    agree(loaded, plain, inputs)
+    loaded.delete_adapter("third")
+    loaded.set_adapter("default")
+    plain.set_adapter("default")
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for each in (loaded, plain):
+        each.base_model.set_adapter(["default", "other"]) if not options.get("modules_to_save") else None
+    tokens = [each.eval().generate(inputs["input_ids"], **settings) for each in (loaded, plain)]
+    assert torch.equal(*tokens)
+    loaded.merge_adapter()
+    agree(loaded, plain, inputs)
+    loaded.unmerge_adapter()
+    agree(loaded, plain, inputs)
+    merged, expected = loaded.merge_and_unload(), plain.merge_and_unload()
+    state = whole_state(merged)
+    assert set(state) == set(expected.state_dict())
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    agree(merged, expected, inputs)
+    autotp.unshard(merged)
+    agree(merged, expected, inputs)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "options"),
+    [
+        ("llama", 2, {}),
+    ],
+)
+def test_goes_around(ranks, tmp_path, family, size, options):
+    ranks.run(run_goes_around, str(tmp_path), family, options, size=size)
