@@ -125,26 +125,17 @@ def plan_pieces(name: str, layer: Any) -> list[Piece]:
 
 def plan_linear(name: str, layer: Any, base: Any) -> list[Piece]:
     """The pieces beside a column or row linear, a head, or a whole linear that only part of a rank's work goes through."""
-    border: Border = base.__dict__.get("autotp_border") or Border()
-    if border.entries or border.outputs or border.once:
-        return _refuse(name, layer, base)
     pieces = []
     for adapter, a in layer.lora_A.items():
         b, names = layer.lora_B[adapter], (f"{name}.lora_A.{adapter}", f"{name}.lora_B.{adapter}")
         if isinstance(a, TensorParallel_Layer) or isinstance(b, TensorParallel_Layer):
             continue
-        if isinstance(base, VocabParallelHead):
-            pieces.append(Piece(b, names[1], VocabParallelHead, _cut_outputs(base, 0, b)))
-        elif isinstance(base, ParallelLinear) and base.cut_dim == base.out_dim:
-            pieces += _plan_column(base, a, b, names)
-        elif isinstance(base, ParallelLinear):
-            pieces += _plan_row(base, a, b, names)
-            if isinstance(layer.lora_dropout[adapter], nn.Dropout) and not base.__dict__.get("split_input"):
-                pieces.append(Piece(layer.lora_dropout[adapter], f"{name}.lora_dropout.{adapter}", DealtDropout))
-        elif border.summed:
-            pieces += [_sum_always(a, names[0]), _sum_always(b, names[1])]
-        elif not isinstance(base, EnteringLinear):
+        form = find_form(base)
+        if form is None:
             return _refuse(name, layer, base)
+        pieces += FORMS[form](base, a, b, names)
+        if form == "row" and isinstance(layer.lora_dropout[adapter], nn.Dropout) and not base.__dict__.get("split_input"):
+            pieces.append(Piece(layer.lora_dropout[adapter], f"{name}.lora_dropout.{adapter}", DealtDropout))
         if isinstance(base, EnteringLinear):
             pieces.append(Piece(b, names[1], EnteringLinear, {}, {"columns": base.columns, "reduce_dtype": base.reduce_dtype}))
         if adapter in layer.lora_magnitude_vector:
@@ -152,32 +143,66 @@ def plan_linear(name: str, layer: Any, base: Any) -> list[Piece]:
     return pieces
 
 
+def find_form(base: Any) -> str | None:
+    """How a linear is dealt: "head", "column", "row", "summed" where it is whole and each rank sees part of the work; or not."""
+    border: Border = base.__dict__.get("autotp_border") or Border()
+    cut = [each.dim for each in base.shards["weight"].cuts] if "weight" in base.shards else []
+    if border.once or border.slices or (border.outputs and cut != [1]):
+        return None
+    if isinstance(base, VocabParallelHead):
+        return "head"
+    if isinstance(base, ParallelLinear):
+        return "column" if base.cut_dim == base.out_dim else None if border.entries else "row"
+    if not cut:
+        return None if border.entries else "summed" if border.summed else "whole" if isinstance(base, EnteringLinear) else None
+    return "column" if cut == [0] else "row" if cut == [1] and not border.entries else None
+
+
+def _plan_head(base: Any, a: nn.Module, b: nn.Module, names: tuple[str, str]) -> list[Piece]:
+    return [Piece(b, names[1], VocabParallelHead, _cut_outputs(base, 0, b))]
+
+
 def _plan_column(base: Any, a: nn.Module, b: nn.Module, names: tuple[str, str]) -> list[Piece]:
-    entered, group, dtype = base.siblings is not None, base.tp, base.reduce_dtype
-    state = {
-        "siblings": SiblingInput(group, 1, dtype) if entered or base.gather_output else None,
-        "gather_output": base.gather_output,
-        "reduce_dtype": dtype,
-    }
-    pieces = [Piece(b, names[1], LinearLayer, _cut_outputs(base, base.out_dim, b), state)]
-    return pieces if state["siblings"] is not None else [_sum_always(a, names[0]), *pieces]
+    border: Border = base.__dict__.get("autotp_border") or Border()
+    gathers, dtype = bool(base.__dict__.get("gather_output")), base.__dict__.get("reduce_dtype", border.reduce_dtype)
+    enters = base.__dict__.get("siblings") is not None or bool(border.entries) or gathers
+    siblings = SiblingInput(base.tp, 1, dtype) if enters else None
+    state = {"siblings": siblings, "gather_output": gathers, "reduce_dtype": dtype}
+    pieces = [Piece(b, names[1], LinearLayer, _cut_outputs(base, getattr(base, "out_dim", 0), b), state)]
+    return pieces if enters else [_sum_always(a, names[0]), *pieces]
 
 
 def _plan_row(base: Any, a: Any, b: nn.Module, names: tuple[str, str]) -> list[Piece]:
-    cuts = tuple(Cut(1, cut.runs) for cut in base.shards["weight"].cuts if cut.dim == base.in_dim)
+    border: Border = base.__dict__.get("autotp_border") or Border()
+    dim, tokens = getattr(base, "in_dim", 1), base.__dict__.get("tokens")
+    cuts = tuple(Cut(1, cut.runs) for cut in base.shards["weight"].cuts if cut.dim == dim)
     shards = {"weight": Shard(tuple(a.weight.shape), base.tp.tp_size, cuts)}
-    if isinstance(base, LinearPartial | Conv1DPartial):  # its sum is left to the module around it
+    sums = isinstance(base, ParallelLinear) and not isinstance(base, LinearPartial | Conv1DPartial)
+    if not (sums or border.outputs):  # the sum is left to the module around it
         if b._parameters.get("bias") is not None:
             raise AutoTPError(
                 f"{names[1]} has a bias, which would be added on each rank to a sum that {base.full_name} leaves to the module "
                 f"around it: use lora_bias=False, or leave that module out of target_modules"
             )
         return [Piece(a, names[0], LinearPartial, shards), _sum_always(b, names[1])]
-    state = {"split_input": base.split_input, "tokens": base.tokens, "reduce_dtype": base.reduce_dtype}
+    state = {"split_input": base.__dict__.get("split_input", False), "tokens": tokens, "reduce_dtype": base.__dict__.get("reduce_dtype")}
     pieces = [Piece(a, names[0], LinearAllreduce, shards, state)]
-    if base.tokens is not None:
-        pieces.append(Piece(b, names[1], SummedPart, {}, {"always": False, "tokens": base.tokens}))
+    if tokens is not None:
+        pieces.append(Piece(b, names[1], SummedPart, {}, {"always": False, "tokens": tokens}))
     return pieces
+
+
+def _plan_summed(base: Any, a: nn.Module, b: nn.Module, names: tuple[str, str]) -> list[Piece]:
+    return [_sum_always(a, names[0]), _sum_always(b, names[1])]
+
+
+FORMS: dict[str, Callable[[Any, Any, Any, tuple[str, str]], list[Piece]]] = {
+    "head": _plan_head,
+    "column": _plan_column,
+    "row": _plan_row,
+    "summed": _plan_summed,
+    "whole": lambda base, a, b, names: [],
+}
 
 
 def _plan_magnitude(name: str, adapter: str, layer: Any, base: Any) -> Piece:
@@ -189,7 +214,7 @@ def _plan_magnitude(name: str, adapter: str, layer: Any, base: Any) -> Piece:
     row, module = base.cut_dim == base.in_dim, layer.lora_magnitude_vector[adapter]
     cuts = () if row else tuple(Cut(0, cut.runs) for cut in base.shards["weight"].cuts)
     shards = {} if row else {"weight": Shard(tuple(module.weight.shape), base.tp.tp_size, cuts)}
-    state = {"row": row, "always": False, "tokens": base.tokens if row else None}
+    state = {"row": row, "always": False, "tokens": base.__dict__.get("tokens") if row else None}
     return Piece(module, f"{name}.lora_magnitude_vector.{adapter}", DealtDora, shards, state)
 
 
