@@ -13,6 +13,7 @@ from .kernels.product import linear_with_residual
 from .layers.base import TensorParallel_Layer
 from .layers.cross_entropy import vocab_parallel_cross_entropy
 from .layers.gather import GatherReplacedLayerParams
+from .layers.integrations import install_on_cpus
 from .layers.linear import LinearAllreduce, LinearLayer
 from .layers.linear_by_size import Linear
 from .layers.main_grad import enable_main_grad
@@ -59,3 +60,5 @@ __all__ = [
     "vocab_parallel_cross_entropy",
     "warm_up",
 ]
+
+install_on_cpus()

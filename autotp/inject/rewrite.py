@@ -29,7 +29,7 @@ from .assemble import read_versions
 from .attributes import restore_attributes
 from .block import fuse_modules
 from .callsites import remove_fixes
-from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_unbuilt
+from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_quantised, refuse_unbuilt
 from .forwards import Forward, remove_forward
 from .hints import spell
 from .load import build_empty, find_checkpoint, find_dtype, read_kept_plan
@@ -90,6 +90,7 @@ def parallelize(
     with group.together("making the plan"):
         if any(p.is_meta for p in model.parameters()):
             raise PlanError("the model has parameters on meta, which hold no weights: use autotp.from_pretrained(path)")
+        refuse_quantised(model)
     made, forwards = plan_together(model, group, plan, head, inputs, attrs, sequence_parallel)
     with group.together("checking memory"):
         check_memory(made, group, model)

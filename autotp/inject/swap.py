@@ -77,6 +77,7 @@ LINEAR_STATE = (
     "reduce_dtype",
     "columns",
     "keep_sharded",
+    "ran",
     "tokens",
     "always",
     "row",

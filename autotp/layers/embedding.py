@@ -152,12 +152,15 @@ class VocabParallelHead(TensorParallel_Layer, nn.Linear):
     Attributes:
         keep_sharded: set by entry.py for a forward whose loss works on this rank's columns alone.
         reduce_dtype: dtype in which `dx` is summed; None for its own.
+        ran: set by every forward, for entry.py.
     """
 
     keep_sharded = False
     reduce_dtype = None
+    ran = False
 
     def forward(self, input: Tensor) -> Tensor:
+        self.ran = True
         entered = copy_to_group(input, self.tp, self.reduce_dtype)
         logits = few_rows.linear(entered, read_local_weight(self), self.bias)
         return logits if self.keep_sharded else gather_columns(logits, self.shards["weight"], 0, self.tp)
