@@ -111,7 +111,11 @@ def cut_copy(original: nn.Module, own: nn.Module, group: TPGroup) -> nn.Module:
             if parameter is None:
                 continue
             grad, parameter.grad = parameter.grad, None
-            parts = [value if leaf not in shards else shards[leaf].split(value, group.tp_rank).clone() for value in (parameter.data, grad) if value is not None]
+            parts = [
+                value if leaf not in shards else shards[leaf].split(value, group.tp_rank).clone()
+                for value in (parameter.data, grad)
+                if value is not None
+            ]
             parameter.data = parts[0].to(group.device)
             if grad is not None:
                 parameter.grad = parts[1].to(group.device)

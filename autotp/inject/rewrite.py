@@ -84,7 +84,14 @@ def parallelize(
     group = resolve_group(group_or_mesh, timeout_s)
     root = find_root(model)
     if root is not model or list_wraps(root):
-        options = {"plan": plan, "inputs": inputs, "sequence_parallel": sequence_parallel, "logits": logits, "head": head, "attrs": attrs}
+        options = {
+            "plan": plan,
+            "inputs": inputs,
+            "sequence_parallel": sequence_parallel,
+            "logits": logits,
+            "head": head,
+            "attrs": attrs,
+        }
         return parallelize_adapted(model, group, lambda plain: parallelize(plain, group, **options))
     group.arrive("parallelize")
     with group.together("making the plan"):

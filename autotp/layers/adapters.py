@@ -185,7 +185,11 @@ def _plan_row(base: Any, a: Any, b: nn.Module, names: tuple[str, str]) -> list[P
                 f"around it: use lora_bias=False, or leave that module out of target_modules"
             )
         return [Piece(a, names[0], LinearPartial, shards), _sum_always(b, names[1])]
-    state = {"split_input": base.__dict__.get("split_input", False), "tokens": tokens, "reduce_dtype": base.__dict__.get("reduce_dtype")}
+    state = {
+        "split_input": base.__dict__.get("split_input", False),
+        "tokens": tokens,
+        "reduce_dtype": base.__dict__.get("reduce_dtype"),
+    }
     pieces = [Piece(a, names[0], LinearAllreduce, shards, state)]
     if tokens is not None:
         pieces.append(Piece(b, names[1], SummedPart, {}, {"always": False, "tokens": tokens}))
@@ -206,7 +210,11 @@ FORMS: dict[str, Callable[[Any, Any, Any, tuple[str, str]], list[Piece]]] = {
 
 
 def _plan_magnitude(name: str, adapter: str, layer: Any, base: Any) -> Piece:
-    if not isinstance(base, ParallelLinear) or base.__dict__.get("gather_output") or isinstance(base, LinearPartial | Conv1DPartial):
+    if (
+        not isinstance(base, ParallelLinear)
+        or base.__dict__.get("gather_output")
+        or isinstance(base, LinearPartial | Conv1DPartial)
+    ):
         raise AutoTPError(
             f"{name} ({type(base).__name__}) has no DoRA: its output is gathered, or summed by the module around it. Use "
             f"use_dora=False, or leave that module out of target_modules"

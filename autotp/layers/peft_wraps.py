@@ -126,11 +126,15 @@ def check_same(group: TPGroup, adapter: str, config: Any) -> None:
     Raises:
         AutoTPError: naming the ranks.
     """
-    text = json.dumps(config.to_dict(), default=lambda value: sorted(value) if isinstance(value, set) else str(value), sort_keys=True)
+    text = json.dumps(
+        config.to_dict(), default=lambda value: sorted(value) if isinstance(value, set) else str(value), sort_keys=True
+    )
     notes = group.gather_objects((adapter, text))
     others = [rank for rank, note in enumerate(notes) if note != notes[0]]
     if others:
-        raise AutoTPError(f"TP rank(s) {others} add another adapter than rank 0's '{notes[0][0]}': pass the same config on all ranks")
+        raise AutoTPError(
+            f"TP rank(s) {others} add another adapter than rank 0's '{notes[0][0]}': pass the same config on all ranks"
+        )
 
 
 @contextmanager

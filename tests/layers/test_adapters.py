@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import autotp
+from autotp.errors import AutoTPError
 from autotp.layers.base import sharded_modules
 from tests.models import batch, tiny
 
@@ -106,12 +108,50 @@ def run_trains(group, family, options):
     compare(*make(group, family, **options))
 
 
-@pytest.mark.parametrize(
-    ("family", "size", "options"),
-    [
-        ("llama", 2, {"target_modules": "all-linear", "bias": "all", "use_rslora": True, "alpha_pattern": {"q_proj": 3}}),
-    ],
-)
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+THIRDS = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+LATENT = {
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4,
+    "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 32,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+EXPERTS = {"target_modules": ["q_proj", "gate"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+ENDS = {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "model_options": {"tie_word_embeddings": False}}
+CASES = {
+    "all linears, their biases": (
+        "llama",
+        2,
+        {"target_modules": "all-linear", "bias": "all", "use_rslora": True, "alpha_pattern": {"q_proj": 3}},
+    ),
+    "packed, 3 ranks": ("phi3", 3, {"target_modules": "all-linear", "before": True, "model_options": THIRDS}),
+    "Conv1D, biases of its own": (
+        "gpt2",
+        2,
+        {"target_modules": ["c_attn", "c_proj", "c_fc"], "lora_bias": True, "model_options": GPT2},
+    ),
+    "embedding and head": ("llama", 2, ENDS),
+    "DoRA, behind dropout": ("qwen2", 2, {"use_dora": True, "lora_dropout": 1e-12}),
+    "DoRA, before, 3 ranks": ("llama", 3, {"use_dora": True, "before": True, "model_options": {**THIRDS, "head_dim": 8}}),
+    "drawn from the weights": ("llama", 2, {"init_lora_weights": "pissa"}),
+    "dealt tokens": ("llama", 2, {"sequence_parallel": True, "use_dora": True}),
+    "dealt tokens, copies, before": (
+        "llama",
+        2,
+        {
+            "sequence_parallel": True,
+            "before": True,
+            "target_modules": ["q_proj", "o_proj"],
+            "modules_to_save": ["input_layernorm", "down_proj", "lm_head"],
+        },
+    ),
+    "stacked experts": ("mixtral", 2, EXPERTS),
+    "stacked experts, before": ("mixtral", 2, {**EXPERTS, "before": True}),
+    "columns that enter": ("deepseek_v3", 2, {"target_modules": "all-linear", "model_options": LATENT}),
+    "entered at itself": ("falcon", 2, {"target_modules": ["query_key_value"]}),
+}
+
+
+@pytest.mark.parametrize(("family", "size", "options"), CASES.values(), ids=CASES)
 def test_trains_as_unsharded(ranks, family, size, options):
     ranks.run(run_trains, family, options, size=size)
 
@@ -181,11 +221,84 @@ def run_goes_around(group, directory, family, options):
     agree(merged, expected, inputs)
 
 
-@pytest.mark.parametrize(
-    ("family", "size", "options"),
-    [
-        ("llama", 2, {}),
-    ],
-)
-def test_goes_around(ranks, tmp_path, family, size, options):
-    ranks.run(run_goes_around, str(tmp_path), family, options, size=size)
+AROUND = {
+    "LoRA and copies": ("llama", {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head", "norm"]}),
+    "Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "model_options": GPT2}),
+    "DoRA": ("qwen2", {"use_dora": True}),
+    "stacked experts": ("mixtral", {**EXPERTS, "target_modules": ["q_proj"]}),
+}
+
+
+@pytest.mark.parametrize(("family", "options"), AROUND.values(), ids=AROUND)
+def test_goes_around(ranks, tmp_path, family, options):
+    ranks.run(run_goes_around, str(tmp_path), family, options)
+
+
+def run_refuses(group):
+    """What has no dealt form is refused, and the model is as it was."""
+    plain = tiny(tie_word_embeddings=False)
+    inputs, model = batch(plain), autotp.parallelize(copy.deepcopy(plain), group)
+    rank = torch.distributed.get_rank(group)
+    refused = [
+        (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "IA3Model"),
+        (peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1]), "trainable_token_indices"),
+        (peft.LoraConfig(target_modules=["q_proj"], init_lora_weights="corda"), "corda"),
+        (peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], use_dora=True), "embed_tokens"),
+        (peft.LoraConfig(target_modules=["q_proj", "lm_head"], use_dora=True), "lm_head"),
+        (peft.LoraConfig(target_modules=["q_proj"], r=2 + rank), r"TP rank\(s\) \[1\]"),
+    ]
+    names = [name for name, _ in model.named_modules()]
+    for config, text in refused:
+        with pytest.raises(AutoTPError, match=text):
+            peft.get_peft_model(model, config)
+        assert [name for name, _ in model.named_modules()] == names
+    agree(model, plain, inputs)
+    agree(add(model), plain, inputs)
+    with pytest.raises(AutoTPError, match="IA3"):
+        autotp.parallelize(peft.get_peft_model(tiny(), refused[0][0]), group)
+    quantised = tiny()
+    quantised.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.zeros(96, 64, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(AutoTPError, match=r"layers\.0\.mlp\.up_proj\.weight.*quantise it then"):
+        autotp.parallelize(quantised, group)
+
+
+def test_what_has_no_form_is_refused(ranks):
+    ranks.run(run_refuses)
+
+
+def run_drops(group):
+    """Dropout before a column linear's adapter is alike on all ranks, before a row's each rank's own; the generators end alike."""
+    model = add(autotp.parallelize(tiny(), group), lora_dropout=0.5).train()
+    layer = model.base_model.model.model.layers[0]
+    drops = [part.lora_dropout["default"] for part in (layer.self_attn.q_proj, layer.self_attn.o_proj)]
+    torch.manual_seed(3)
+    masks = [drop(torch.ones(64, 64)) for drop in drops]
+    return [mask.tolist() for mask in masks], torch.get_rng_state().tolist()
+
+
+def test_dropout_is_drawn_where_it_stands(ranks):
+    (one, state), (two, other) = ranks.run(run_drops)
+    assert one[0] == two[0] and one[1] != two[1] and state == other
+
+
+def run_quantised(group):
+    """Each rank quantises its parts: the model is the one whose weights are the parts' values, joined."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    plain = tiny()
+    inputs, model = batch(plain), autotp.parallelize(copy.deepcopy(plain), group)
+    layers = dict(model.model.layers.named_modules())
+    quantize_(model.model.layers, Int8WeightOnlyConfig(), filter_fn=lambda module, name: isinstance(module, nn.Linear))
+    for name, module in plain.model.layers.named_modules():
+        if isinstance(module, nn.Linear):
+            part = layers[name]
+            module.weight.data = part.tp.all_gather(part.weight.dequantize(), part.shards["weight"])
+    agree(model, plain, inputs)
+    model, plain = add(model), add(plain)
+    compare_gradients(model, plain, inputs)
+    torch.testing.assert_close(train(model, inputs), train(plain, inputs), rtol=1e-4, atol=TOLERANCE)
+
+
+def test_quantised_after_parallelize(ranks):
+    pytest.importorskip("torchao")
+    ranks.run(run_quantised)
