@@ -1,4 +1,4 @@
-"""Making a model parallel that has peft's adapters already: the model below is planned as if they were not there, then they are cut."""
+"""Making a model parallel that has peft's adapters: what is below them is planned as if they were not there, then they are cut."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def check_wraps(wraps: list[tuple[str, Any]]) -> None:
     for name, wrap in wraps:
         if not isinstance(wrap, LoraLayer | ModulesToSaveWrapper):
             raise PlanError(
-                f"{name} is wrapped in peft's {type(wrap).__name__}, which has no form for layers that are dealt to ranks; LoRA and "
+                f"{name} is wrapped in peft's {type(wrap).__name__}, which has no form for layers that are dealt; LoRA and "
                 f"modules_to_save have. Merge it first (merge_and_unload)"
             )
 

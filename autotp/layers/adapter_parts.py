@@ -96,5 +96,5 @@ class DealtDelta(TensorParallel_Layer):
     """An embedding's adapter: whole, but what it adds to the table on merging is this rank's part."""
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        base: Any = self.get_base_layer()
-        return base.shards["weight"].split(super().get_delta_weight(adapter), self.tp.tp_rank)
+        layer: Any = self
+        return layer.get_base_layer().shards["weight"].split(super().get_delta_weight(adapter), self.tp.tp_rank)

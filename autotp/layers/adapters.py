@@ -289,7 +289,7 @@ def _sum_always(module: nn.Module, name: str) -> Piece:
 def _refuse(name: str, layer: Any, base: Any) -> list[Piece]:
     raise AutoTPError(
         f"{name} ({type(base).__name__}) is dealt to {base.tp.tp_size} ranks in a way that has no form for the adapter "
-        f"{type(layer).__name__}: leave it out of target_modules, or give parallelize a plan that keeps it whole, {{'{name}': 'whole'}}"
+        f"{type(layer).__name__}: leave it out of target_modules, or keep it whole, plan={{'{name}': 'whole'}}"
     )
 
 

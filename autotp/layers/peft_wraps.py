@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -106,7 +107,7 @@ def check_tuner(tuner: Any, config: Any) -> None:
 
     if type(tuner) is not LoraModel:
         raise AutoTPError(
-            f"{type(tuner).__name__} has no form for layers that are dealt to ranks; LoRA has. Use LoraConfig, or train it on the "
+            f"{type(tuner).__name__} has no form for layers that are dealt to ranks; LoRA has. Use it, or train this on the "
             f"unsharded model"
         )
     used = [text for name, text in UNSUPPORTED.items() if getattr(config, name, None)]
@@ -115,7 +116,7 @@ def check_tuner(tuner: Any, config: Any) -> None:
         used.append(f"init_lora_weights={init!r}")
     if used:
         raise AutoTPError(
-            f"LoraConfig asks for {', '.join(used)}, which has no form for layers that are dealt to ranks: leave it out, or make the "
+            f"LoraConfig asks for {', '.join(used)}, which has no form for layers that are dealt: leave it out, or make the "
             f"adapter on the unsharded model, save it, and load it here"
         )
 
@@ -195,7 +196,7 @@ def wrap_weighted(original: Callable) -> Callable:
         kind = given.arguments["combination_type"]
         if _find_ours(self.model) is not None and kind not in WEIGHTED:
             raise AutoTPError(
-                f"add_weighted_adapter(combination_type={kind!r}) reads whole adapters, which are dealt here: use one of {WEIGHTED}, "
+                f"add_weighted_adapter(combination_type={kind!r}) reads whole adapters, which are dealt: use one of {WEIGHTED}, "
                 f"or combine them on the unsharded model"
             )
         return original(self, *args, **kwargs)
@@ -262,7 +263,7 @@ def wrap_save(original: Callable) -> Callable:
         given.apply_defaults()
         if given.arguments.get("path_initial_model_for_weight_conversion") is not None:
             raise CheckpointError(
-                "path_initial_model_for_weight_conversion reads whole adapters, which are dealt here: save without it, and convert the "
+                "path_initial_model_for_weight_conversion reads whole adapters, which are dealt: save without it, and convert the "
                 "saved adapter on the unsharded model"
             )
         main = given.arguments["is_main_process"] and group.tp_rank == 0
@@ -281,8 +282,6 @@ def wrap_push(original: Callable) -> Callable:
         group = _find_ours(self)
         if group is None or group.tp_rank == 0:
             return original(self, *args, **kwargs)
-        import tempfile
-
         with tempfile.TemporaryDirectory() as nowhere:
             self.save_pretrained(nowhere, is_main_process=False)
 

@@ -1,6 +1,8 @@
 """peft's adapters on parallelized models, beside the same adapters on the unsharded ones."""
 
 import copy
+import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 TOLERANCE = 1e-5
 
 
-def add(model, seed=0, adapter="default", **options):
+def add(model: Any, seed=0, adapter="default", **options) -> Any:
     """`model` with a LoRA adapter of random values, B's and magnitudes' too; the values are the same for every rank count."""
     torch.manual_seed(seed)
     config = peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": LINEARS, "task_type": "CAUSAL_LM", **options})
@@ -65,7 +67,7 @@ def train(model, inputs, steps=2):
 
 
 def compare_gradients(model, plain, inputs):
-    """This rank's part of every gradient; an error may be 1e-4 of the parameter's largest entry and 1e-7 of the largest of all."""
+    """This rank's part of every gradient; an error may be 1e-4 of the parameter's largest entry, 1e-7 of the largest of all."""
     shards = {f"{n}.{p}": (m.tp.tp_rank, s) for n, m in sharded_modules(model) for p, s in m.shards.items()}
     for each in (model, plain):
         each.train()(**inputs).loss.backward()
@@ -169,6 +171,7 @@ def run_goes_around(group, directory, family, options):
     """Saved, loaded elsewhere and here, merged; several adapters; generation."""
     rank = torch.distributed.get_rank(group)
     model, plain, inputs = make(group, family, **options)
+    assert isinstance(model, peft.PeftModel)
     model.save_pretrained(f"{directory}/ours", max_shard_size="1MB")
     if rank == 0:
         plain.save_pretrained(f"{directory}/plain")
@@ -267,8 +270,8 @@ def test_what_has_no_form_is_refused(ranks):
 
 
 def run_drops(group):
-    """Dropout before a column linear's adapter is alike on all ranks, before a row's each rank's own; the generators end alike."""
-    model = add(autotp.parallelize(tiny(), group), lora_dropout=0.5).train()
+    """Dropout before a column linear's adapter is alike on all ranks, before a row's each rank's own; generators end alike."""
+    model: Any = add(autotp.parallelize(tiny(), group), lora_dropout=0.5).train()
     layer = model.base_model.model.model.layers[0]
     drops = [part.lora_dropout["default"] for part in (layer.self_attn.q_proj, layer.self_attn.o_proj)]
     torch.manual_seed(3)
@@ -283,15 +286,17 @@ def test_dropout_is_drawn_where_it_stands(ranks):
 
 def run_quantised(group):
     """Each rank quantises its parts: the model is the one whose weights are the parts' values, joined."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    quantization: Any = importlib.import_module("torchao.quantization")
 
-    plain = tiny()
+    plain: Any = tiny()
     inputs, model = batch(plain), autotp.parallelize(copy.deepcopy(plain), group)
-    layers = dict(model.model.layers.named_modules())
-    quantize_(model.model.layers, Int8WeightOnlyConfig(), filter_fn=lambda module, name: isinstance(module, nn.Linear))
+    layers: Any = dict(model.model.layers.named_modules())
+    quantization.quantize_(
+        model.model.layers, quantization.Int8WeightOnlyConfig(), filter_fn=lambda module, name: isinstance(module, nn.Linear)
+    )
     for name, module in plain.model.layers.named_modules():
         if isinstance(module, nn.Linear):
-            part = layers[name]
+            part: Any = layers[name]
             module.weight.data = part.tp.all_gather(part.weight.dequantize(), part.shards["weight"])
     agree(model, plain, inputs)
     model, plain = add(model), add(plain)
