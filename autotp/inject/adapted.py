@@ -1,4 +1,4 @@
-"""Making a model parallel that has peft's adapters: what is below them is planned as if they were not there, then they are cut."""
+"""Making a model parallel that has peft's adapters: what is below is planned as if they were not there, then they are cut."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def refuse_quantised(model: nn.Module) -> None:
         if not plain or (parameter.ndim > 1 and not (parameter.is_floating_point() or parameter.is_complex())):
             raise PlanError(
                 f"{name} is a {type(parameter).__name__} of {parameter.dtype}, shape {list(parameter.shape)}, a format "
-                f"that can't be cut: load the model in bfloat16, parallelize it, and quantise it then (torchao's quantize_), each rank its part"
+                f"that can't be cut: parallelize it in bfloat16, and quantise it then (torchao's quantize_), each rank its part"
             )
 
 

@@ -263,7 +263,7 @@ def wrap_save(original: Callable) -> Callable:
         given.apply_defaults()
         if given.arguments.get("path_initial_model_for_weight_conversion") is not None:
             raise CheckpointError(
-                "path_initial_model_for_weight_conversion reads whole adapters, which are dealt: save without it, and convert the "
+                "path_initial_model_for_weight_conversion reads whole adapters, which are dealt: save without it, convert the "
                 "saved adapter on the unsharded model"
             )
         main = given.arguments["is_main_process"] and group.tp_rank == 0
