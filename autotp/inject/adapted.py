@@ -22,7 +22,8 @@ from .checks import check_alike, digest_weights
 def find_root(model: nn.Module) -> nn.Module:
     """The model that adapters were added to; `model` itself where it is none of peft's."""
     peft: Any = sys.modules.get("peft")
-    return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
+    wrapped: Any = model
+    return wrapped.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
 
 
 def list_wraps(model: nn.Module) -> list[tuple[str, Any]]:
