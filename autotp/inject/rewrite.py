@@ -24,12 +24,13 @@ from ..layers.fully import refuse_dealt
 from ..layers.guards import install_guards, mark_model, unmark_model, warn_of_states
 from ..layers.siblings import lay_siblings
 from ..layers.token_modules import watch_owners
+from .adapted import find_root, list_wraps, parallelize_adapted
 from .assemble import read_versions
 from .attentions import find_values
 from .attributes import restore_attributes
 from .block import fuse_modules
 from .callsites import remove_fixes
-from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_unbuilt
+from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_quantised, refuse_unbuilt
 from .forwards import Forward, remove_forward
 from .hints import spell
 from .load import build_empty, find_checkpoint, find_dtype, read_kept_plan
@@ -63,7 +64,7 @@ def parallelize(
     afterwards. Weights on the CPU go to this rank's GPU shard by shard if the group communicates through NCCL.
 
     Args:
-        model: a transformers model, equal on all ranks.
+        model: a transformers model, equal on all ranks; with peft's LoRA adapters, or without.
         group_or_mesh: process group or one-axis DeviceMesh; None for all ranks of a torchrun job, set up here if need be.
         plan: "auto" or "hf" for the model's own Hugging Face plan, a dict, or a `Plan`; see `make_plan`.
         logits: what training with labels returns: "auto" no logits, "full" whole ones, "sharded" this rank's columns.
@@ -89,10 +90,22 @@ def parallelize(
     check_usable(model)
     refuse_dealt(model.named_parameters(), "parallelize", "parallelize the plain model first, and call fully_shard after that")
     group = resolve_group(group_or_mesh, timeout_s)
+    root = find_root(model)
+    if root is not model or list_wraps(root):
+        options = {
+            "plan": plan,
+            "inputs": inputs,
+            "sequence_parallel": sequence_parallel,
+            "logits": logits,
+            "head": head,
+            "attrs": attrs,
+        }
+        return parallelize_adapted(model, group, lambda plain: parallelize(plain, group, **options))
     group.arrive("parallelize")
     with group.together("making the plan"):
         if any(p.is_meta for p in model.parameters()):
             raise PlanError("the model has parameters on meta, which hold no weights: use autotp.from_pretrained(path)")
+        refuse_quantised(model)
     made, forwards = plan_together(model, group, plan, head, inputs, attrs, sequence_parallel)
     with group.together("checking memory"):
         check_memory(made, group, model)
@@ -191,8 +204,9 @@ def unshard(model: nn.Module) -> nn.Module:
     refuse_dealt(model.named_parameters(), "unshard", "autotp.save_pretrained writes it whole, and plain transformers loads that")
     warn_of_states(model)
     group.arrive("unshard")
-    remove_entry(model)
-    unmark_model(model)
+    root = find_root(model)
+    remove_entry(root)
+    unmark_model(root)
     try:
         join_weights(model)
     except BaseException as error:
@@ -205,7 +219,7 @@ def unshard(model: nn.Module) -> nn.Module:
         for note in WATCHED:
             module.__dict__.pop(note, None)
     for note in ("autotp_plan", "autotp_group", PLACE):
-        model.__dict__.pop(note, None)
+        root.__dict__.pop(note, None)
     return model
 
 

@@ -25,6 +25,7 @@ from . import data_axis
 from .base import sharded_modules
 from .data_axis import count_copies, find_prepared, find_spread
 from .fused_head import wrap_trl
+from .peft_wraps import install_peft
 from .stream import full_state_dict, map_sharded
 
 Save = Callable[..., None]  # save(model, directory, max_shard_size=..., is_main_process=...)
@@ -56,6 +57,7 @@ def install_integrations(save: Save | None, resize: Resize | None = None) -> Non
     replace(Accelerator, "gather_for_metrics", data_axis.wrap_gather_for_metrics)
     replace(Accelerator, "save_state", _wrap_save_state)
     replace(Accelerator, "load_state", _wrap_load_state)
+    install_peft(replace)
 
 
 def install_on_cpus() -> None:
@@ -87,7 +89,8 @@ def _wrap_save_pretrained(save: Save | None, original: Callable) -> Callable:
                 "distributed_checkpoint=True is not built for a parallelized model: leave it out to save it whole"
             )
         extra = {key for key, value in kwargs.items() if value is not None} - {"save_function", "safe_serialization"}
-        if save is not None and state_dict is None and not push_to_hub and not extra:
+        adapters = getattr(self, "_hf_peft_config_loaded", False)  # transformers then writes those alone
+        if save is not None and state_dict is None and not push_to_hub and not extra and not adapters:
             return save(self, save_directory, max_shard_size=max_shard_size, is_main_process=is_main_process)
         if state_dict is None:
             state_dict = full_state_dict(self)
