@@ -9,9 +9,11 @@ from .generation.warm import warm_up
 from .inject.plan import ModulePlan, Plan, Region
 from .inject.rewrite import from_pretrained, parallelize, unshard
 from .inject.rules import make_plan
+from .kernels.fp8 import Recipe
 from .kernels.product import linear_with_residual
 from .layers.base import TensorParallel_Layer
 from .layers.cross_entropy import vocab_parallel_cross_entropy
+from .layers.fp8 import fp8_report
 from .layers.gather import GatherReplacedLayerParams
 from .layers.integrations import install_on_cpus
 from .layers.linear import LinearAllreduce, LinearLayer
@@ -40,6 +42,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "ProofError",
+    "Recipe",
     "Region",
     "Shard",
     "TPGroup",
@@ -49,6 +52,7 @@ __all__ = [
     "clip_grad_norm_",
     "enable_main_grad",
     "explain_overlap",
+    "fp8_report",
     "from_pretrained",
     "full_state_dict",
     "linear_with_residual",

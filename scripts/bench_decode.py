@@ -135,7 +135,7 @@ def bench_product(name: str, m: int) -> None:
 
     chosen = choose_tile(m, n, k, bool(activation), DTYPE)
     times = {
-        tile: graph_us([lambda w=w, tile=tile: linear_few(x, w, None, activation, tile) for w in weights], 3)
+        tile: graph_us([lambda w=w, tile=tile: linear_few(x, w, None, activation, tile=tile) for w in weights], 3)
         for tile in {chosen, *([] if CPU else tiles_of(m, k, bool(activation)))}
     }
     best = min(times, key=lambda tile: times[tile])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -42,6 +42,7 @@ def fill_from_source(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     ignore_mismatched_sizes: bool = False,
+    then: Callable[[str], None] | None = None,
 ) -> LoadingInfo:
     """Give every parameter on meta this rank's part of `source`, and every persistent buffer its value.
 
@@ -58,6 +59,7 @@ def fill_from_source(
         dtype: of floating-point parameters; None keeps each one's own. What transformers keeps in float32 stays there.
         device: where the parts go; the group's device by default.
         ignore_mismatched_sizes: what has another shape in the checkpoint is drawn too, instead of refused.
+        then: is told the names of each tensor when it is in place.
 
     Returns:
         how the checkpoint differs from the model.
@@ -84,7 +86,7 @@ def fill_from_source(
     drawn.clear()
     reading = shared.reading() if isinstance(shared, ScatteredSource) else nullcontext()
     with group.together("reading the checkpoint"), torch.no_grad(), reading:
-        _fill(model, plan.shards, shared, match.keys, ties, group, dtype, device, lacking)
+        _fill(model, plan.shards, shared, match.keys, ties, group, dtype, device, lacking, then or (lambda name: None))
     if group.tp_rank == 0:
         match.info.say(model, getattr(shared, "directory", type(source).__name__))
     return match.info
@@ -123,6 +125,7 @@ def _fill(
     dtype: torch.dtype | None,
     device: torch.device,
     ready: Sequence[str],
+    then: Callable[[str], None],
 ) -> None:
     """Read tensor by tensor, in the same order on all ranks; each rank checks the bytes of some while they are at hand."""
     keep = _dtype_exceptions(model, dtype)
@@ -130,6 +133,8 @@ def _fill(
     own = {name: keys[name] for name in keys if keys[name] and ties[name][0] == name}  # others have a value, or another name
     checked = _deal_checks(source, own, group)
     done = {same for name in ready for same in ties[name]}
+    for name in done:
+        then(name)
     for name, found in show_bar(own.items(), len(own), group.tp_rank == 0):
         names = ties[name]
         done.update(names)
@@ -139,6 +144,8 @@ def _fill(
         shard = next((shards[n] for n in names if n in shards), None)
         local = _read_tied(source, found, shard, group.tp_rank, wanted, device)
         _place(model, names, state[name], local)
+        for each in names:
+            then(each)
     place_buffers(model, shards, group.tp_rank, device, done)
 
 

@@ -15,13 +15,6 @@ from .assemble import read_versions
 from .plan import Plan
 
 
-def refuse_unbuilt(**options: Any) -> None:
-    """Raise for an option that is accepted by the frozen signature but not built yet."""
-    for name, value in options.items():
-        if value not in (None, False):
-            raise PlanError(f"{name}={value!r} is not built yet: leave it out")
-
-
 def check_options(logits: str) -> None:
     """Raise for a value outside its choices."""
     if logits not in ("auto", "full", "sharded"):

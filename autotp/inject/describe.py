@@ -32,6 +32,7 @@ def describe_plan(plan: Plan, rank: int, width: int | None = None) -> str:
     if plan.fused:
         kinds = Counter(f"{fusion.describe()}: {fold_name(fusion.name)}" for fusion in plan.fused)
         lines += ["", "fused:", *(f"{what} ({n}x)" if n > 1 else what for what, n in kinds.items())]
+    lines += _describe_products(plan, width)
     if plan.whole:
         lines += ["", "left whole on every rank:"]
         grouped: dict[tuple[str, str], int] = Counter()
@@ -40,6 +41,18 @@ def describe_plan(plan: Plan, rank: int, width: int | None = None) -> str:
         ordered = sorted(grouped.items(), key=lambda item: -item[1])
         lines += _table(["parameters", "elements", "why"], [[name, f"{n:,}", why] for (name, why), n in ordered], width)
     return "\n".join(part for line in lines for part in _wrap_line(line, width))
+
+
+def _describe_products(plan: Plan, width: int | None) -> list[str]:
+    """Which linears multiply in FP8, and which do not, and why; nothing where it was not asked for."""
+    if not plan.products:
+        return []
+    counts: dict[tuple[str, str], int] = Counter()
+    for product in plan.products:
+        said = product.recipe.describe() if product.recipe is not None else f"own dtype: {product.why or 'as asked'}"
+        counts[fold_name(product.name), said] += 1
+    rows = [[f"{name} ({n}x)" if n > 1 else name, said] for (name, said), n in counts.items()]
+    return ["", *_table(["linear", "product"], rows, width)]
 
 
 def _describe_tokens(plan: Plan) -> list[str]:

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from ..errors import PlanError
+from ..kernels.fp8 import Recipe
 from ..shard import Run, Shard
 from .callsites import ShapeFix
 from .describe import describe_plan, fold_name
@@ -25,6 +26,7 @@ __all__ = [
     "ModulePlan",
     "NormPlan",
     "Plan",
+    "ProductPlan",
     "Region",
     "TokenPlan",
     "WholePlan",
@@ -249,6 +251,15 @@ class Fusion:
 
 
 @dataclass(frozen=True)
+class ProductPlan:
+    """How a linear multiplies: as a recipe says, or, where it is None, in its tensors' own dtype, and why."""
+
+    name: str
+    recipe: Recipe | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class WholePlan:
     """Parameters left whole on every rank: how many elements, and why."""
 
@@ -271,6 +282,7 @@ class Plan:
         proof: "proved", or why it could not be.
         fused: what runs as one kernel; `dataclasses.replace(plan, fused=())` runs everything as the model is written.
         sequence_parallel: False, True (tokens are dealt where there are as many as ranks) or "auto" (where they are many enough).
+        products: where FP8 was asked for, how each linear multiplies.
         chains: the layers between whose regions tokens are dealt; tokens: why not of others, if they were asked for.
         draws: which modules draw random numbers on split values, and are each rank's own then.
     """
@@ -290,6 +302,7 @@ class Plan:
     sequence_parallel: bool | str = False
     chains: tuple[Chain, ...] = ()
     tokens: str = ""
+    products: tuple[ProductPlan, ...] = ()
     draws: tuple[DrawPlan, ...] = ()
 
     def __getitem__(self, name: str) -> ModulePlan:
@@ -372,9 +385,14 @@ class Plan:
             whole = tuple(WholePlan(**entry) for entry in data["whole"])
             fused = tuple(Fusion(**{k: _tuples(v) for k, v in entry.items()}) for entry in data.pop("fused", ()))
             chains = tuple(Chain(**{k: _tuples(v) for k, v in entry.items()}) for entry in data.pop("chains", ()))
+            products = tuple(
+                ProductPlan(**{**entry, "recipe": entry["recipe"] and Recipe(**entry["recipe"])})
+                for entry in data.pop("products", ())
+            )
             draws = tuple(DrawPlan(**{k: _tuples(v) for k, v in entry.items()}) for entry in data.pop("draws", ()))
             rest = {k: _tuples(v) for k, v in data.items() if k not in ("modules", "regions", "whole")}
-            return cls(modules=tuple(modules), regions=regions, whole=whole, fused=fused, chains=chains, draws=draws, **rest)
+            rest |= {"chains": chains, "products": products, "draws": draws}
+            return cls(modules=tuple(modules), regions=regions, whole=whole, fused=fused, **rest)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"this is not a plan that Plan.to_json wrote: {error!r}") from error
 

@@ -30,11 +30,12 @@ from .attentions import find_values
 from .attributes import restore_attributes
 from .block import fuse_modules
 from .callsites import remove_fixes
-from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_quantised, refuse_unbuilt
+from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_quantised
 from .forwards import Forward, remove_forward
 from .hints import spell
 from .load import build_empty, find_checkpoint, find_dtype, read_kept_plan
 from .plan import Plan
+from .precision import check_device, check_precision, choose_products, install_products, remove_products, store_weights
 from .resize import resize_embeddings
 from .rules import check_mode, hints_of, make_plan, reuse_plan
 from .swap import rewrite_modules
@@ -74,7 +75,7 @@ def parallelize(
         timeout_s: seconds after which a rank that does not arrive is named.
         inputs: example calls for discovery and proof; see `make_plan`.
         sequence_parallel: True deals the tokens to the ranks between regions; "auto" where they are many; see `make_plan`.
-        precision: not built yet; anything but the default raises.
+        precision: which linears multiply in FP8, "fp8" or a dict of names to recipes; see `make_plan` and docs/fp8.md.
 
     Returns:
         `model` itself.
@@ -82,8 +83,8 @@ def parallelize(
     Raises:
         AutoTPError: before anything is changed: no group, a plan that does not fit, ranks that differ, an option not built.
     """
-    refuse_unbuilt(precision=precision)
     check_options(logits)
+    check_precision(precision)
     check_mode(sequence_parallel)
     if find_group(model) is not None:
         raise PlanError(f"this {type(model).__name__} is parallelized already; autotp.unshard(model) makes it plain again")
@@ -106,7 +107,7 @@ def parallelize(
         if any(p.is_meta for p in model.parameters()):
             raise PlanError("the model has parameters on meta, which hold no weights: use autotp.from_pretrained(path)")
         refuse_quantised(model)
-    made, forwards = plan_together(model, group, plan, head, inputs, attrs, sequence_parallel)
+    made, forwards = plan_together(model, group, plan, head, inputs, attrs, sequence_parallel, precision)
     with group.together("checking memory"):
         check_memory(made, group, model)
     check_agreement(group, digest_weights(model))
@@ -166,8 +167,8 @@ def from_pretrained(
         CheckpointError: a file is missing, truncated or does not fit the model.
         AutoTPError: as `parallelize`.
     """
-    refuse_unbuilt(precision=precision)
     check_options(logits)
+    check_precision(precision)
     check_mode(sequence_parallel)
     group = resolve_group(group_or_mesh, timeout_s)
     group.arrive("from_pretrained")
@@ -182,8 +183,9 @@ def from_pretrained(
             model = build_empty(source, wanted, trust_remote_code, model_class, config)
             asked = plan != "auto" or head != "auto" or inputs is not None or attrs is not None or sequence_parallel
             kept = None if asked else read_kept_plan(model, source, group.tp_size)
-        made, forwards = plan_together(model, group, plan, head, inputs, attrs, sequence_parallel, kept)
-        info = fill_from_source(model, made, source, group, ignore_mismatched_sizes=ignore_mismatched_sizes)
+        made, forwards = plan_together(model, group, plan, head, inputs, attrs, sequence_parallel, precision, kept)
+        then = store_weights(model, made)
+        info = fill_from_source(model, made, source, group, ignore_mismatched_sizes=ignore_mismatched_sizes, then=then)
     finish_rewrite(model, made, group, logits, forwards)
     model.eval()
     return (model, info.to_dict()) if output_loading_info else model
@@ -212,6 +214,7 @@ def unshard(model: nn.Module) -> nn.Module:
     except BaseException as error:
         mark_broken(model, f"unsharding it failed half way ({type(error).__name__}: {error})")
         raise
+    remove_products(model)
     for module in model.modules():
         restore_attributes(module)
         remove_fixes(module)
@@ -231,6 +234,7 @@ def plan_together(
     inputs: Any,
     attrs: Any,
     sequence_parallel: bool | str = False,
+    precision: Any = None,
     kept: Plan | None = None,
 ) -> tuple[Plan, dict[str, Forward]]:
     """The plan that rank 0 makes and proves, and the forwards that it needs, on every rank; all must have asked for the same.
@@ -242,12 +246,15 @@ def plan_together(
     """
     asked = plan.digest() if isinstance(plan, Plan) else repr(spell(plan))
     given = {"head= arguments": head, "attrs= arguments": repr(spell(attrs)), "sequence_parallel= arguments": sequence_parallel}
+    given["precision= arguments"] = repr(precision)
     check_alike(group, {"plan= arguments": asked, **given})
     made = failure = None
     if group.tp_rank == 0:
         try:
             reused = None if kept is None else reuse_plan(model, group.tp_size, kept)
             made = reused or make_plan(model, group.tp_size, plan, head, inputs, "whole", attrs, sequence_parallel)
+            made = choose_products(model, made, precision)
+            check_device(made, group)
             made = made.to_json()
         except Exception as error:  # every rank has to hear of it
             failure = error
@@ -267,6 +274,7 @@ def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str, fo
     """Swap the modules' forwards, and put hooks, guards and marks in place; the data is cut already."""
     fuse_modules(model, plan)
     rewrite_modules(model, plan, group, forwards)
+    install_products(model, plan, group)
     lay_siblings(model)
     model.__dict__["autotp_plan"], model.__dict__["autotp_group"] = plan, group
     install_entry(model, group, plan.head, plan.loss, logits)

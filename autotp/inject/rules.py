@@ -27,6 +27,7 @@ from .edges import edge_modules, edge_parameters, plan_edges, read_elsewhere
 from .forwards import prove_forward
 from .hints import Hints, check_given, check_used, read_hints
 from .plan import DrawPlan, ModulePlan, Plan, Region
+from .precision import check_precision, choose_products
 from .prove import prove, try_rewrite
 from .reduce import find_reduction, keep_modules, member_plans
 from .reference import Reference
@@ -51,6 +52,7 @@ def make_plan(
     few_units: str = "whole",
     attrs: Any = None,
     sequence_parallel: bool | str = False,
+    precision: Any = None,
 ) -> Plan:
     """The plan for a model over `tp_size` ranks; touches no weight, so a config or a model on meta will do.
 
@@ -70,6 +72,8 @@ def make_plan(
             forward: it is proved to compute the same, and a plan notes its name alone, so it is given again beside the plan.
         sequence_parallel: True deals the tokens to the ranks between regions, in every forward of as many tokens as ranks but
             for decoding steps; "auto" where there are many, if it proves. A `Plan` that deals them keeps what it says.
+        precision: which linears multiply in FP8: "fp8" (tensorwise scales), "fp8-rowwise", "fp8-blockwise", an `autotp.Recipe`,
+            or a dict of names or patterns to these and "bf16", the tensors' own dtype; None: none, or what a `Plan` says.
 
     Raises:
         PlanError: what the plan names does not exist, is half a pair, or can't be dealt to `tp_size` ranks.
@@ -82,6 +86,7 @@ def make_plan(
     if few_units not in ("whole", "refuse"):
         raise PlanError(f"few_units={few_units!r} is neither 'whole' nor 'refuse'")
     check_mode(sequence_parallel)
+    check_precision(precision)
     model = build_on_meta(model_or_config) if isinstance(model_or_config, PreTrainedConfig) else model_or_config
     made = _make_plan(model, tp_size, plan, head, inputs, attrs, sequence_parallel)
     if sequence_parallel is True and not made.chains and tp_size > 1:
@@ -95,7 +100,7 @@ def make_plan(
         made = replace(made, fused=find_fusions(model))
     if few_units == "refuse":
         check_units(made)
-    return made
+    return choose_products(model, made, precision)
 
 
 @keep_random()

@@ -76,6 +76,7 @@ LINEAR_STATE = (
     "gather_output",
     "split_input",
     "reduce_dtype",
+    "scaling",
     "columns",
     "keep_sharded",
     "ran",

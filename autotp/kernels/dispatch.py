@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import KernelUnsupported
-from . import fused_torch, grouped, reference, reference_decode, reference_experts
+from . import fp8_scaled, fused_torch, grouped, reference, reference_decode, reference_experts
 
 VARIABLE = "AUTOTP_BACKEND"
 WIDEST_ROW = 16384  # columns that a Triton norm holds in registers; from about twice as many the backward spills
@@ -108,6 +108,10 @@ def rather_not_triton(problem: Problem) -> list[str]:
     return ["interprets its kernels on the CPU, for tests"] if problem.device == "cpu" else []
 
 
+def _why_not_triton_fp8(problem: Problem) -> list[str]:
+    return why_not_triton(problem) + ["the input is empty"] * (problem.width == 0 and problem.rows > 0)
+
+
 def _rather_not_triton_norm(problem: Problem) -> list[str]:
     return rather_not_triton(problem) + ["a row of 1 has nothing but rounding to it"] * (problem.width == 1)
 
@@ -121,7 +125,8 @@ def _why_not_few_rows(problem: Problem) -> list[str]:
 
 def _rather_not_linear_few(problem: Problem) -> list[str]:
     # Measured on an H200: up to 2 rows ours reads faster at every shape, beyond that with a gate or very many outputs.
-    slower = problem.rows > 2 and not problem.kind and problem.outputs < 32768
+    plain = problem.weight_dtype in (None, problem.dtype)  # PyTorch reads no weights of 8 bits for an input of 16
+    slower = problem.rows > 2 and plain and not problem.kind and problem.outputs < 32768
     return rather_not_triton(problem) + [f"cuBLAS reads the weights of {problem.rows} rows faster"] * slower
 
 
@@ -153,6 +158,15 @@ BACKENDS: dict[str, list[Backend]] = {
     "linear_few": [
         _triton("triton_few_rows:linear_few", _why_not_few_rows, _rather_not_linear_few),
         Backend("reference", reference.linear_few),
+    ],
+    "quantise": [
+        _triton("triton_fp8:quantise", _why_not_triton_fp8),
+        Backend("reference", "reference_fp8:quantise"),
+    ],
+    "turn_values": [_triton("triton_fp8:turn_values", _why_not_triton_fp8), Backend("reference", "reference_fp8:turn_values")],
+    "scaled_product": [
+        Backend("torch", fp8_scaled.multiply_scaled, fp8_scaled.why_not_scaled),
+        Backend("reference", "reference_fp8:multiply"),
     ],
     "linear_transposed": [Backend("reference", reference.linear_transposed)],
     "norm_forward": [

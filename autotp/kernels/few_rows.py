@@ -4,6 +4,7 @@
 |---|---|
 | x | `[..., K]`, M rows |
 | w, b | `[N, K]`, `[N]`; gated: `[2N, K]`, `[2N]`, the gate's rows, then up's |
+| scale | of w in E4M3: float32, one for each of its rows |
 | y | `[..., N]`: `x @ w.T + b`; gated: `activation(x @ gate.T + b_gate) * (x @ up.T + b_up)` |
 
 Without gradient, inside `decode.decoding()` alone: a launch costs the host more than PyTorch's product does.
@@ -30,26 +31,40 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     return select(_problem(x, w, ""))(x, w, b)
 
 
-def linear_gated(x: Tensor, w: Tensor, b: Tensor | None, activation: str) -> Tensor:
+def linear_scaled(x: Tensor, w: Tensor, scale: Tensor, b: Tensor | None = None) -> Tensor:
+    """`x @ (w * scale).T + b` of x `[..., K]`, w `[N, K]` in E4M3; only where `fits` says so."""
+    return select(_problem(x, w, ""))(x, w, b, "", scale)
+
+
+def linear_gated(x: Tensor, w: Tensor, b: Tensor | None, activation: str, scale: Tensor | None = None) -> Tensor:
     """`activation(x @ gate.T) * (x @ up.T)`, with biases, of x `[..., K]`; only where `fits` says so.
 
     Args:
         w, b: `[2N, K]` and `[2N]`, the gate's rows, then up's. activation: a key of reference.ACTIVATIONS.
+        scale: `[2N]`, of w in E4M3.
     """
-    return select(_problem(x, w, activation))(x, w, b, activation)
+    return select(_problem(x, w, activation))(x, w, b, activation, scale)
 
 
 def _problem(x: Tensor, w: Tensor, activation: str) -> Problem:
     width = x.shape[-1]
-    return Problem("linear_few", x.device.type, x.dtype, activation, x.numel() // width, width, outputs=w.shape[0])
+    rows = x.numel() // width
+    return Problem("linear_few", x.device.type, x.dtype, activation, rows, width, w.dtype, outputs=w.shape[0])
 
 
-def fits(x: Tensor, w: Tensor, b: Tensor | None = None) -> bool:
-    """Whether the product of `x` `[..., K]` is one of few rows within `decoding`, without gradient, of plain memory."""
-    if not is_decoding() or type(x) not in PLAIN or type(w) not in PLAIN:
+def fits(x: Tensor, w: Tensor, b: Tensor | None = None, scaled: bool = False) -> bool:
+    """Whether the product of `x` `[..., K]` is one of few rows within `decoding`, without gradient, of plain memory.
+
+    One of a `scaled` weight of 8 bits is so outside `decoding`, too: PyTorch has none that reads it.
+    """
+    if not (is_decoding() or scaled) or type(x) not in PLAIN or type(w) not in PLAIN:
         return False
     if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad or (b is not None and b.requires_grad)):
         return False
-    if x.dtype is not w.dtype or (b is not None and b.dtype is not w.dtype) or torch.is_autocast_enabled(x.device.type):
+    if (
+        (x.dtype is not w.dtype and not scaled)
+        or (b is not None and b.dtype is not x.dtype)
+        or torch.is_autocast_enabled(x.device.type)
+    ):
         return False
     return 0 < x.numel() <= MOST_ROWS * x.shape[-1] and x.is_contiguous() and w.stride(1) == 1 and w.numel() > 0

@@ -31,8 +31,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def linear_few(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "") -> Tensor:
-    """`linear`; with an activation `activation(gate) * up` of its halves: weight `[2N, K]`, bias `[2N]`, result `[..., N]`."""
+def linear_few(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "", scale: Tensor | None = None
+) -> Tensor:
+    """`linear`; with an activation `activation(gate) * up` of its halves: weight `[2N, K]`, bias `[2N]`, result `[..., N]`.
+
+    A weight of 8 bits has a float32 scale for each of its rows.
+    """
+    if scale is not None:
+        weight = (weight.float() * scale.view(-1, 1)).to(x.dtype)
     y = F.linear(x, weight, bias)
     gate, up = y.chunk(2, -1) if activation else (y, y)
     return gated_forward(gate, up, activation) if activation else y

@@ -34,8 +34,12 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _finish(gate, up, bias, n, inside, N, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The sums of one row of x, with bias and gate."""
+def _finish(gate, up, bias, scale, n, inside, N, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The sums of one row of x, with scale, bias and gate."""
+    if scale is not None:
+        gate *= tl.load(scale + n, mask=inside, other=0.0)
+        if ACTIVATION != "":
+            up *= tl.load(scale + N + n, mask=inside, other=0.0)
     if bias is not None:
         gate += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
     if ACTIVATION != "":
@@ -54,7 +58,7 @@ def _load_tile(rows, start, cols, inside, K: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _dot_rows(
-    x, w, bias, y, N, x_step, w_step,
+    x, w, bias, scale, y, N, x_step, w_step,
     K: tl.constexpr, M: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -101,18 +105,18 @@ def _dot_rows(
                 if ACTIVATION != "":
                     u3 += up * row
     dtype: tl.constexpr = y.dtype.element_ty
-    tl.store(y + n, _finish(tl.sum(g0, 1), tl.sum(u0, 1), bias, n, inside, N, dtype, ACTIVATION), mask=inside)
+    tl.store(y + n, _finish(tl.sum(g0, 1), tl.sum(u0, 1), bias, scale, n, inside, N, dtype, ACTIVATION), mask=inside)
     if M > 1:
-        tl.store(y + N + n, _finish(tl.sum(g1, 1), tl.sum(u1, 1), bias, n, inside, N, dtype, ACTIVATION), mask=inside)
+        tl.store(y + N + n, _finish(tl.sum(g1, 1), tl.sum(u1, 1), bias, scale, n, inside, N, dtype, ACTIVATION), mask=inside)
     if M > 2:
-        tl.store(y + 2 * N + n, _finish(tl.sum(g2, 1), tl.sum(u2, 1), bias, n, inside, N, dtype, ACTIVATION), mask=inside)
+        tl.store(y + 2 * N + n, _finish(tl.sum(g2, 1), tl.sum(u2, 1), bias, scale, n, inside, N, dtype, ACTIVATION), mask=inside)
     if M > 3:
-        tl.store(y + 3 * N + n, _finish(tl.sum(g3, 1), tl.sum(u3, 1), bias, n, inside, N, dtype, ACTIVATION), mask=inside)
+        tl.store(y + 3 * N + n, _finish(tl.sum(g3, 1), tl.sum(u3, 1), bias, scale, n, inside, N, dtype, ACTIVATION), mask=inside)
 
 
 @triton.jit
 def _block_rows(
-    x, w, bias, y, N, M, x_step, w_step,
+    x, w, bias, scale, y, N, M, x_step, w_step,
     K: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     start_next(EARLY)
@@ -133,10 +137,14 @@ def _block_rows(
             mask, row_mask = mask & present, row_mask & present
         rows = tl.load(source + start, mask=row_mask, other=0.0)
         wg = tl.load(first + start, mask=mask, other=0.0, eviction_policy="evict_first")
-        gate = tl.dot(rows, wg.trans(), gate, input_precision="ieee")
+        gate = tl.dot(rows, wg.to(rows.dtype).trans(), gate, input_precision="ieee")
         if ACTIVATION != "":
             wu = tl.load(second + start, mask=mask, other=0.0, eviction_policy="evict_first")
-            up = tl.dot(rows, wu.trans(), up, input_precision="ieee")
+            up = tl.dot(rows, wu.to(rows.dtype).trans(), up, input_precision="ieee")
+    if scale is not None:
+        gate *= tl.load(scale + n, mask=inside, other=0.0)[None, :]
+        if ACTIVATION != "":
+            up *= tl.load(scale + N + n, mask=inside, other=0.0)[None, :]
     if bias is not None:
         gate += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION != "":
@@ -152,8 +160,11 @@ def is_elementwise(m: int, dtype: torch.dtype) -> bool:
     return m <= (MOST_ELEMENTWISE if dtype is torch.float32 else MOST_DOT_ROWS)
 
 
-def choose_tile(m: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> Tile:
-    """The tile for `m` rows of x, `n` outputs of `k` terms; the best of scripts/bench_decode.py on an H200."""
+def choose_tile(m: int, n: int, k: int, gated: bool, dtype: torch.dtype, small: bool = False) -> Tile:
+    """The tile for `m` rows of x, `n` outputs of `k` terms; the best of scripts/bench_decode.py on an H200.
+
+    Weights of 8 bits (`small`) take twice the rows, as many bytes; that is not measured yet.
+    """
     if not is_elementwise(m, dtype):
         if k < 256:
             return Tile(16, 64, 4, 4)
@@ -161,27 +172,34 @@ def choose_tile(m: int, n: int, k: int, gated: bool, dtype: torch.dtype) -> Tile
     block = next((block for block in (2048, 1024, 512) if k % block == 0), 1024)
     while block > 64 and block >= 2 * k:
         block //= 2
-    rows = 2 if m == 2 and not gated and block == 2048 else 1
+    rows = 2 if (m == 2 and not gated and block == 2048) or (small and block >= 512) else 1
     return Tile(rows, block, 8 if m == 1 and n >= 8192 and block == 2048 else 4, 2)
 
 
 @on_own_device
-def linear_few(x: Tensor, w: Tensor, bias: Tensor | None = None, activation: str = "", tile: Tile | None = None) -> Tensor:
+def linear_few(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "",
+    scale: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
     """reference.linear_few in one kernel; x's rows lie in steps, w is `[N, K]` with columns side by side."""
     *lead, k = x.shape
     rows = x.reshape(-1, k)
     m, n = rows.shape[0], w.shape[0] // (2 if activation else 1)
     y = torch.empty((*lead, n), dtype=x.dtype, device=x.device)
-    tile = tile or choose_tile(m, n, k, bool(activation), x.dtype)
+    tile = tile or choose_tile(m, n, k, bool(activation), x.dtype, scale is not None)
     grid, whole = (triton.cdiv(n, tile.rows),), k % tile.block == 0
     if is_elementwise(m, x.dtype):
         _dot_rows[grid](
-            rows, w, bias, y, n, rows.stride(0), w.stride(0), K=k, M=m, ACTIVATION=activation,
+            rows, w, bias, scale, y, n, rows.stride(0), w.stride(0), K=k, M=m, ACTIVATION=activation,
             ROWS=tile.rows, BLOCK=tile.block, UNROLL=tile.depth, WHOLE=whole, num_warps=tile.warps, **early(x),
         )  # fmt: skip
     else:
         _block_rows[grid](
-            rows, w, bias, y, n, m, rows.stride(0), w.stride(0), K=k, ACTIVATION=activation,
+            rows, w, bias, scale, y, n, m, rows.stride(0), w.stride(0), K=k, ACTIVATION=activation,
             ROWS=tile.rows, BLOCK=tile.block, WHOLE=whole, num_warps=tile.warps, num_stages=tile.depth, **early(x),
         )  # fmt: skip
     return y

@@ -183,11 +183,13 @@ def _raise_broken(reason: str, *args: Any, **kwargs: Any) -> None:
 
 
 def check_usable(module: nn.Module) -> None:
-    """Raise if a fault left `module` half rewritten.
+    """Raise if a fault left `module` half rewritten, or its weights are there to be multiplied only.
 
     Raises:
-        AutoTPError: with the reason that was noted when it broke.
+        AutoTPError: with the reason that was noted.
     """
     for child in module.modules():
         if "broken" in child.__dict__:
             raise AutoTPError(f"this model can't be used any more: {child.__dict__['broken']}. Load it again.")
+        if "only_runs" in child.__dict__:
+            raise AutoTPError(child.__dict__["only_runs"])

@@ -22,7 +22,7 @@ def multiply_gated(gate: Any, up: Any, x: Any, activation: str) -> Tensor | None
     if not is_decoding() or not _is_bare(gate) or not (up is None or _is_bare(up)):
         return None
     if up is None:
-        weight, bias = gate.weight, gate.bias
+        weight, bias, scale = gate.weight, gate.bias, gate._buffers.get("weight_scale")
         if gate.place >= 0 and gate.siblings.members > 1:
             return None
     else:
@@ -30,8 +30,9 @@ def multiply_gated(gate: Any, up: Any, x: Any, activation: str) -> Tensor | None
         laid = None if siblings is None or siblings is not up.siblings or siblings.members != 2 else siblings.find_laid()
         if laid is None or not laid.holds((gate.weight, up.weight), (gate.bias, up.bias)):
             return None
-        weight, bias = laid.merge()
-    return few_rows.linear_gated(x, weight, bias, activation) if few_rows.fits(x, weight, bias) else None
+        (weight, bias), scale = laid.merge(), gate.siblings.stored_scale()
+    fits = few_rows.fits(x, weight, bias, scaled=scale is not None)
+    return few_rows.linear_gated(x, weight, bias, activation, scale) if fits else None
 
 
 def _is_bare(module: Any) -> bool:

@@ -31,14 +31,17 @@ from ..collectives import (
 from ..comm import TPGroup, resolve_group
 from ..errors import PlanError
 from ..exchange import Gather, find_exchange
+from ..kernels import few_rows
 from ..kernels.dealt import Dealt, multiply_gathered, multiply_scattered
 from ..kernels.dispatch import Problem, select
 from ..kernels.main_grad import into_main_grad
+from ..kernels.moves import BY_SIZE
 from ..kernels.product import ProductSpec, multiply, multiply_uncompiled
 from ..shard import Cut, Shard
 from .base import TensorParallel_Layer, insert_class
 from .embedding import gather_columns
-from .overlap import OverlapOptions, choose_moves, deal_sums, read_symmetric
+from .fp8 import Scaling
+from .overlap import OverlapOptions, choose_moves, deal_sums, read_symmetric, refuse_copies
 from .pending import pend
 from .product import make_spec, sum_owned, watches_operations
 from .siblings import SiblingInput
@@ -53,6 +56,7 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
         copied: parameter name -> Shard, for each of which several ranks hold parts.
         reduce_dtype: dtype in which partial sums are added up; None for their own.
         accumulate_into_main_grad: add the gradients of weight and bias to their `main_grad` (see kernels/main_grad.py).
+        scaling: how its products are FP8; None where they are of the tensors' own dtype.
     """
 
     op = "linear"
@@ -63,6 +67,7 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
     reduce_dtype: torch.dtype | None = None
     can_accumulate = True
     siblings: SiblingInput | None = None
+    scaling: Scaling | None = None
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -131,7 +136,15 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
         wanted = torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
-        if (leaves or (enters and wanted and x.requires_grad)) and not watches_operations():
+        scaling = None if self.scaling is None or few_rows.fits(x, weight, bias) else self.scaling
+        if scaling is not None:
+            refuse_copies([self])
+            stored = self._buffers.get("weight_scale")
+            if stored is not None:
+                return self._multiply_stored(scaling, x, stored, enters and wanted, leaves)
+            if wanted:
+                return scaling.multiply(self._make_spec(enters, leaves), x, (weight,), (bias,))[0]
+        elif (leaves or (enters and wanted and x.requires_grad)) and not watches_operations():
             sums = deal_sums([self], self.tp, x, weight.shape[self.out_dim if leaves else self.in_dim], self.reduce_dtype)
             if sums is not None:
                 return multiply(self._make_spec(enters, leaves)._replace(sums=sums), x, (weight,), (bias,))
@@ -142,25 +155,54 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
             return multiply(self._make_spec(enters, leaves), x, (weight,), (bias,))
         if wanted:
             return self._multiply_plain(x, weight, bias, enters, leaves)
+        run = self.run if scaling is None else scaling.run
         if not leaves:
-            return self.run(x, weight, bias)
-        part = self.run(x, weight)
+            return run(x, weight, bias)
+        part = run(x, weight)
         pending = pend(part, self.tp, bias, self.reduce_dtype) if kind is None else None
         if pending is not None:
             return pending
         y = sum_owned(part, self.tp, self.reduce_dtype, None if watches_operations() else kind)
         return y if bias is None else y.add_(bias.to(y.dtype))
 
+    def _multiply_stored(self, scaling: Scaling, x: Tensor, scale: Tensor, enters: bool, leaves: bool) -> Tensor:
+        """`multiply` of a weight kept in 8 bits."""
+        if enters and x.requires_grad:
+            x = copy_to_group(x, self.tp, self.reduce_dtype)
+        if not leaves:
+            return scaling.multiply_stored(x, self.weight, scale, self.bias)
+        part, bias = scaling.multiply_stored(x, self.weight, scale), self.bias
+        if not part.requires_grad:
+            pending = pend(part, self.tp, bias, self.reduce_dtype) if read_symmetric(self) is None else None
+            if pending is not None:
+                return pending
+        y = reduce_owned_from_group(part, self.tp, self.reduce_dtype)
+        return y if bias is None else y + bias.to(y.dtype)
+
     def multiply_partial(self, x: Tensor) -> Tensor:
         """`x @ w.T`, this rank's part of a sum that the caller adds up."""
         weight = self.weight
+        if self.scaling is not None:
+            stored = self._buffers.get("weight_scale")
+            if stored is not None:
+                return self.scaling.multiply_stored(x, weight, stored)
+            return self.scaling.multiply(self._make_spec(), x, (weight,), (None,))[0]
         wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         multiply = self._multiply_accumulating if wanted and self.accumulate_into_main_grad else self._multiply_plain
         return multiply(x, weight, None, False, False)
 
     def multiply_scattered(self, x: Tensor, tokens: TokenStream) -> Tensor:
         """`x @ w.T` summed over the ranks, plus the bias: of this rank's rows alone."""
-        if watches_operations() or x.ndim < 2:
+        scaling = self.scaling
+        if scaling is not None:
+            refuse_copies([self])
+            if scaling.gathers_values and "weight_scale" not in self._buffers and not watches_operations() and x.ndim > 1:
+                layout = tokens.describe(x, self.reduce_dtype, BY_SIZE)
+                rows = x.reshape(-1, x.shape[-1])
+                y = scaling.multiply_scattered(self._make_spec(), rows, self.weight, self.reduce_dtype)
+                tokens.leave_whole_rows()
+                return self.add_bias_of_rows(y.view(*layout.local_shape, -1))
+        if watches_operations() or x.ndim < 2 or self.scaling is not None:
             return self.add_bias_of_rows(tokens.scatter(self.multiply_partial(x), self.reduce_dtype))
         dealt = tokens.describe(x, self.reduce_dtype, choose_moves([self], find_exchange(self.tp)))
         y = multiply_scattered(self._dealt_spec(tokens, dealt), x, self.weight)
@@ -264,7 +306,7 @@ class LinearLayer(ParallelLinear, nn.Linear):
             local = None if tokens is None else tokens.find_local(input)
             if local is None or tokens is None:
                 y = self.multiply(input, enters=enters)
-            elif watches_operations():
+            elif watches_operations() or self.scaling is not None:
                 y = self.multiply(siblings.enter(input))  # type: ignore[union-attr]
             else:
                 y = self.multiply_gathered(input, local, tokens)
@@ -308,12 +350,12 @@ class LinearPartial(ParallelLinear, nn.Linear):
         for entered in self.ends:
             entered.clear()
         weight, bias = self.weight, self.bias
-        if not (self.accumulate_into_main_grad and torch.is_grad_enabled()):
+        if self.scaling is None and not (self.accumulate_into_main_grad and torch.is_grad_enabled()):
             return self.run(input, weight, None if bias is None else keep_on_first(bias, self.tp))
         y = self.multiply_partial(input)
         if bias is None:
             return y
-        if bias.requires_grad:
+        if bias.requires_grad and torch.is_grad_enabled() and self.accumulate_into_main_grad:
             bias = into_main_grad(bias, f"{self.full_name}.bias")
         return y + keep_on_first(bias, self.tp).to(y.dtype)
 

@@ -164,6 +164,21 @@ def choose_moves(layers: Sequence[Any], exchange: Exchange) -> Moves:
     return moves
 
 
+def refuse_copies(layers: Sequence[Any]) -> None:
+    """Raise where options ask for copies beside the products of layers whose products are FP8.
+
+    Raises:
+        PlanError: naming the layer.
+    """
+    for layer in layers:
+        moves = read_moves(layer)
+        if moves is not BY_SIZE and True in moves:
+            raise PlanError(
+                f"{name_of(layer)}: rows move beside products of the tensors' own dtype only, and this layer's are FP8: leave "
+                f"the overlap options unset, or name it in precision= as 'bf16'"
+            )
+
+
 def name_of(layer: Any) -> str:
     """A layer's name in messages."""
     return layer.ub_name or layer.full_name

@@ -25,11 +25,13 @@ from torch import Tensor, nn
 from ..collectives import copy_to_group
 from ..comm import TPGroup
 from ..exchange import Exchange, Gather, find_exchange
+from ..kernels import few_rows
 from ..kernels.autocast import autocast_dtype
 from ..kernels.dealt import Dealt, multiply_gathered
 from ..kernels.moves import Moves
 from ..kernels.product import Merged, ProductSpec, multiply
-from .overlap import choose_moves, deal_sums
+from .fp8 import Scaling
+from .overlap import choose_moves, deal_sums, refuse_copies
 from .product import make_spec, watches_operations
 from .side_by_side import ALIGNMENT_BYTES, Laid, can_lie, find_place, is_foreign, lay_together
 from .tokens import TokenStream
@@ -47,6 +49,9 @@ class SiblingInput:
     Args:
         group: the ranks; members: how many linears there are; reduce_dtype: in which the input's gradient is summed.
         tokens: the stream whose dealt rows the input may have been gathered from: its gradient is reduce-scattered then.
+
+    Attributes:
+        scaling: how the members' products are FP8, as one; None where they are of the tensors' own dtype.
     """
 
     def __init__(
@@ -57,6 +62,8 @@ class SiblingInput:
         self._spec: ProductSpec | None = None
         self._dealt: tuple[ProductSpec, Dealt, ProductSpec] | None = None  # the last one, and what it was made of
         self._laid: Laid | None = None
+        self.scaling: Scaling | None = None
+        self._stored: tuple[Any, Tensor] | None = None
         self._strikes, self._alone = {True: 0, False: 0}, {True: False, False: False}  # by whether a gradient is wanted
         self._seen = {True: False, False: False}  # whether such a forward ran that a backward may recompute
         self._round: _Round | None = None
@@ -65,6 +72,7 @@ class SiblingInput:
     def __deepcopy__(self, memo: dict[int, Any]) -> SiblingInput:
         tokens = copy.deepcopy(self.tokens, memo)
         twin = memo[id(self)] = SiblingInput(self.group, self.members, self.reduce_dtype, tokens)
+        twin.scaling = copy.deepcopy(self.scaling, memo)
         twin._strikes, twin._alone = dict(self._strikes), dict(self._alone)
         laid = self.find_laid()
         if laid is not None:
@@ -189,7 +197,13 @@ class SiblingInput:
         dtype = autocast_dtype(x)
         if self._stays_alone(wants):
             return None
-        if wants:
+        if self.scaling is not None and (scale := self.stored_scale()) is not None:
+            if laid is None or wants:  # one by one: each is differentiated by itself
+                return None
+            merged = laid.merge()
+            y = self.scaling.multiply_stored(x, merged.weight, scale, merged.bias)
+            outputs = torch.unsafe_split_with_sizes(y, laid.sizes, -1)
+        elif wants or (self.scaling is not None and not few_rows.fits(x, weights[0])):
             if laid is None and any(w.device != x.device or w.dtype != weights[0].dtype for w in weights):
                 return None
             outputs = self._run_product(spec, x, weights, biases, None if laid is None else laid.merge())
@@ -203,8 +217,23 @@ class SiblingInput:
         self._round = held = _Round(x, grad, dtype, wants, weights, outputs)
         return held.give(layer.place)
 
+    def stored_scale(self) -> Tensor | None:
+        """`[N1 + N2 + ..., 1]`, the scales of weights that are kept in 8 bits; None where they are not."""
+        scales = [None if (layer := slot()) is None else layer._buffers.get("weight_scale") for slot in self._slots]
+        if any(scale is None for scale in scales):
+            return None
+        key = tuple(scale.data_ptr() for scale in scales)  # type: ignore[union-attr]
+        if self._stored is None or self._stored[0] != key:
+            self._stored = key, torch.cat(scales)  # type: ignore[arg-type]
+        return self._stored[1]
+
     def _run_product(self, spec: ProductSpec, x: Tensor, weights: Any, biases: Any, merged: Merged | None) -> Any:
         tokens, local = self.tokens, None if self.tokens is None else self.tokens.find_local(x)
+        if self.scaling is not None:
+            refuse_copies([layer for slot in self._slots if (layer := slot()) is not None])
+            if local is not None:
+                x, spec = self._sum_gradient(x), spec._replace(sum_input=None)
+            return self.scaling.multiply(spec, x, weights, biases, None if merged is None else merged.weight)
         if tokens is None or local is None:
             if self.group.tp_size > 1 and x.requires_grad:
                 members = [layer for slot in self._slots if (layer := slot()) is not None]
@@ -237,7 +266,7 @@ class SiblingInput:
             self._drop(self._round, 2)
             self._round = None
         laid, tokens = self.find_laid(), self.tokens
-        if laid is None or tokens is None or not _is_plain(local):
+        if laid is None or tokens is None or self.scaling is not None or not _is_plain(local):
             return None
         grad, dtype, weights = torch.is_grad_enabled(), autocast_dtype(local), laid.weights
         wants = grad and (local.requires_grad or any(t is not None and t.requires_grad for t in (*weights, *laid.biases)))

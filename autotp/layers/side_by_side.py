@@ -79,9 +79,12 @@ def lay_together(weights: Sequence[Any], biases: Sequence[Any]) -> Laid:
 
 
 def _lay_tensors(tensors: Sequence[Any]) -> Tensor:
-    whole = torch.cat([t.detach() for t in tensors])
+    dtype = tensors[0].dtype
+    bytewise = torch.uint8 if dtype.itemsize == 1 else dtype  # not every DLPack knows floats of 8 bits
+    whole = torch.cat([t.detach().view(bytewise) for t in tensors])
     stop = 0
     for tensor in tensors:
         start, stop = stop, stop + tensor.shape[0]
-        tensor.data = torch.from_dlpack(whole[start:stop])  # shares the memory under a storage that begins and ends with it
-    return whole
+        # shares the memory under a storage that begins and ends with it
+        tensor.data = torch.from_dlpack(whole[start:stop]).view(dtype)
+    return whole.view(dtype)

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from autotp.kernels import few_rows, reference
 from autotp.kernels.decode import decoding, is_decoding
 from autotp.kernels.dispatch import Problem, select
+from autotp.kernels.fp8 import quantise
+from autotp.kernels.reference_fp8 import dequantise
 
 from .tensors import DEVICE, assert_close_enough, draw
 
@@ -35,6 +37,28 @@ def test_products_gates_and_biases(use, dtype, rows, outputs, terms):
         assert y.shape == (rows, 1, outputs) and y.dtype is dtype
         exact = plain(x.double(), w.double(), None if b is None else b.double(), activation)
         assert_close_enough(y, plain(x, w, b, activation), exact)
+
+
+@pytest.mark.parametrize(
+    "dtype, rows, outputs, terms", [(torch.float32, 1, 9, 64), (torch.float16, 2, 7, 130), (torch.float16, 9, 33, 300)]
+)
+def test_weights_of_8_bits_are_multiplied_as_what_they_stand_for(use, dtype, rows, outputs, terms):
+    torch.manual_seed(0)
+    for activation in ("", "silu"):
+        n = outputs * (2 if activation else 1)
+        x, b = draw(rows, terms).to(dtype), draw(n).to(dtype)
+        stored, _ = quantise(draw(n, terms).float(), "rowwise", columns=False)
+        w = dequantise(stored)
+        exact = plain(x.double(), w.double(), b.double(), activation)
+        for backend in ("triton", "reference"):
+            use(f"linear_few={backend}")
+            assert few_rows.fits(x, stored.values, b, scaled=True) and not few_rows.fits(x, stored.values, b)
+            if activation:
+                y = few_rows.linear_gated(x, stored.values, b, activation, stored.scale)
+            else:
+                y = few_rows.linear_scaled(x, stored.values, stored.scale, b)
+            assert y.dtype is dtype
+            assert_close_enough(y, plain(x, w.to(dtype), b, activation), exact)
 
 
 def test_ids_are_looked_up_where_they_are_held(use):

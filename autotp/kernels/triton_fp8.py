@@ -1,0 +1,239 @@
+"""FP8 operands in Triton: one read of a tensor for its largest values, one for both operands; blocks need the second alone.
+
+Largest values are kept as the bits of their size: as integers they compare as the numbers do, and what is no number is the
+largest, so nothing is lost on the way.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+from .fp8_scaled import BLOCK, LEAST_AMAX, LIMITS, Operands, Quantised, Share, padded
+from .triton_launch import on_own_device
+
+TILES = {"tensorwise": (128, 64), "rowwise": (128, 64), "blockwise": (BLOCK, BLOCK), "squares": (BLOCK, BLOCK)}
+WARPS = 8
+NOT_FINITE = tl.constexpr(0x7F800000)
+LEAST = tl.constexpr(LEAST_AMAX)
+
+
+@triton.jit
+def _load(x, rows, cols, M, N, row_step, col_step):
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    place = rows.to(tl.int64)[:, None] * row_step + cols.to(tl.int64)[None, :] * col_step
+    return tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _size_bits(v):
+    return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _limit_to(bits):
+    amax = bits.to(tl.float32, bitcast=True)
+    return tl.where(amax < LEAST, LEAST, amax)
+
+
+@triton.jit
+def _round(v, factor, LIMIT: tl.constexpr, dtype: tl.constexpr, ROUND: tl.constexpr):
+    v = v * factor
+    v = tl.where(v > LIMIT, LIMIT, v)
+    v = tl.where(v < -LIMIT, -LIMIT, v)
+    if ROUND:  # the interpreter's own cast drops carries
+        digits: tl.constexpr = 3 if LIMIT < 1000 else 2
+        least: tl.constexpr = -6 if LIMIT < 1000 else -14
+        exponent = ((v.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+        exponent = tl.where(exponent < least, least, exponent)
+        step = ((exponent - digits + 127) << 23).to(tl.float32, bitcast=True)
+        v = (v / step + 12582912.0 - 12582912.0) * step
+    return v.to(dtype)
+
+
+@triton.jit
+def _count(bad, bits):
+    if bad is not None:
+        found = tl.sum((bits >= NOT_FINITE).to(tl.int32))
+        if found > 0:
+            tl.atomic_add(bad, found)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _find_amax(
+    x, whole, of_rows, of_cols, M, N, row_step, col_step, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """The bits of the largest size in all of `x`, in each row, in each column; each None or zeros."""
+    blocks = tl.cdiv(N, COLS)
+    rows = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
+    bits = _size_bits(_load(x, rows, cols, M, N, row_step, col_step))
+    if whole is not None:
+        tl.atomic_max(whole, tl.max(tl.max(bits, 1), 0))
+    if of_rows is not None:
+        tl.atomic_max(of_rows + rows, tl.max(bits, 1), mask=rows < M)
+    if of_cols is not None:
+        tl.atomic_max(of_cols + cols, tl.max(bits, 0), mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _cast(
+    x, row_amax, col_amax, values, turned, scale, turned_scale, bad, M, N, P, row_step, col_step, scale_step, turned_step,
+    SCALING: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Values `[M, N]` and turned `[N, P]`, each None or written, with their scales as fp8.py lays them."""
+    blocks = tl.cdiv(N, COLS)
+    row_block, col_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    rows = row_block * ROWS + tl.arange(0, ROWS)
+    cols = col_block * COLS + tl.arange(0, COLS)
+    v = _load(x, rows, cols, M, N, row_step, col_step)
+    places = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    turned_places = cols.to(tl.int64)[:, None] * P + rows[None, :]
+    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    turned_inside = (cols < N)[:, None] & (rows < P)[None, :]
+    if SCALING == "tensorwise" or SCALING == "squares":
+        bits = tl.load(row_amax) if SCALING == "tensorwise" else tl.max(tl.max(_size_bits(v), 1), 0)
+        amax = _limit_to(bits)
+        if SCALING == "squares":
+            if values is not None:
+                tl.store(scale + row_block * scale_step + col_block, tl.div_rn(amax, LIMIT))
+            if turned is not None:
+                tl.store(turned_scale + col_block * turned_step + row_block, tl.div_rn(amax, LIMIT))
+            _count(bad, bits + tl.zeros((1,), tl.int32))
+        elif tl.program_id(0) == 0:
+            tl.store(scale, tl.div_rn(amax, LIMIT))
+            _count(bad, bits + tl.zeros((1,), tl.int32))
+        if values is not None:
+            q = _round(v, tl.div_rn(LIMIT + 0.0 * amax, amax), LIMIT, values.dtype.element_ty, ROUND)
+            tl.store(values + places, q, mask=inside)
+            if turned is not None:
+                tl.store(turned + turned_places, tl.trans(q), mask=turned_inside)
+        else:
+            q = _round(v, tl.div_rn(LIMIT + 0.0 * amax, amax), LIMIT, turned.dtype.element_ty, ROUND)
+            tl.store(turned + turned_places, tl.trans(q), mask=turned_inside)
+    else:
+        if values is not None:
+            if SCALING == "rowwise":
+                bits = tl.load(row_amax + rows, mask=rows < M, other=0)
+                first, step = col_block == 0, 0
+            else:
+                bits = tl.max(_size_bits(v), 1)
+                first, step = col_block >= 0, scale_step
+            amax = _limit_to(bits)
+            if first:
+                tl.store(scale + col_block * step + rows, tl.div_rn(amax, LIMIT), mask=rows < M)
+                _count(bad, bits)
+            factor = tl.div_rn(tl.full(amax.shape, LIMIT, tl.float32), amax)[:, None]
+            tl.store(values + places, _round(v, factor, LIMIT, values.dtype.element_ty, ROUND), mask=inside)
+        if turned is not None:
+            if SCALING == "rowwise":
+                bits = tl.load(col_amax + cols, mask=cols < N, other=0)
+                first, step = row_block == 0, 0
+            else:
+                bits = tl.max(_size_bits(v), 0)
+                first, step = row_block >= 0, turned_step
+            amax = _limit_to(bits)
+            if first:
+                tl.store(turned_scale + row_block * step + cols, tl.div_rn(amax, LIMIT), mask=cols < N)
+                _count(bad, bits)
+            factor = tl.div_rn(tl.full(amax.shape, LIMIT, tl.float32), amax)[None, :]
+            q = _round(v, factor, LIMIT, turned.dtype.element_ty, ROUND)
+            tl.store(turned + turned_places, tl.trans(q), mask=turned_inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _turn(values, turned, M, N, P, ROWS: tl.constexpr, COLS: tl.constexpr):
+    blocks = tl.cdiv(N, COLS)
+    rows = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    v = tl.load(values + rows.to(tl.int64)[:, None] * N + cols[None, :], mask=mask, other=0)
+    inside = (cols < N)[:, None] & (rows < P)[None, :]
+    tl.store(turned + cols.to(tl.int64)[:, None] * P + rows[None, :], tl.trans(v), mask=inside)
+
+
+@on_own_device
+def turn_values(values: Tensor, scaling: str) -> Tensor:
+    """reference_fp8.turn_values in one kernel."""
+    m, n = values.shape
+    p = padded(m, scaling)
+    turned = torch.empty(n, p, dtype=torch.uint8, device=values.device)
+    grid = (triton.cdiv(p, BLOCK) * triton.cdiv(n, BLOCK),)
+    _turn[grid](values.view(torch.uint8), turned, m, n, p, ROWS=BLOCK, COLS=BLOCK, num_warps=WARPS)
+    return turned.view(values.dtype)
+
+
+@on_own_device
+def quantise(
+    x: Tensor,
+    scaling: str,
+    dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    cut: int | None,
+    share: Share | None,
+    bad: Tensor | None,
+) -> Operands:
+    """reference_fp8.quantise in one kernel for blocks, two otherwise."""
+    m, n = x.shape
+    amax = _amax(x, scaling, rows, columns, cut, share)
+    p, (height, width) = padded(m, scaling), TILES[scaling]
+    empty: Any = dict(device=x.device)
+    values = torch.empty(m, n, dtype=dtype, **empty) if rows else None
+    turned = torch.empty(n, p, dtype=dtype, **empty) if columns else None
+    scale, turned_scale = _empty_scale(scaling, m, n, x.device), _empty_scale(scaling, n, p, x.device)
+    if scaling == "tensorwise":
+        turned_scale = scale
+    steps = (m, n) if scaling == "blockwise" else (scale.stride(-1), turned_scale.stride(-1)) if scaling == "squares" else (0, 0)
+    grid = (triton.cdiv(p if columns else m, height) * triton.cdiv(n, width),)
+    _cast[grid](
+        x, *amax, values, turned, scale, turned_scale, bad, m, n, p, *x.stride(), *steps,
+        SCALING=scaling, LIMIT=LIMITS[dtype], ROWS=height, COLS=width, ROUND=_interprets(), num_warps=WARPS,
+    )  # fmt: skip
+    found = None if values is None else Quantised(values, scale, scaling)
+    return found, None if turned is None else Quantised(turned, turned_scale, scaling)
+
+
+def _amax(
+    x: Tensor, scaling: str, rows: bool, columns: bool, cut: int | None, share: Share | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The bits that the cast reads: of all of `x`, or of its rows and of its columns; nothing for blocks."""
+    if scaling not in ("tensorwise", "rowwise"):
+        return None, None
+    (m, n), (height, width) = x.shape, TILES[scaling]
+    grid, steps = (triton.cdiv(m, height) * triton.cdiv(n, width),), x.stride()
+    if scaling == "tensorwise":
+        whole = torch.zeros((), dtype=torch.int32, device=x.device)
+        _find_amax[grid](x, whole, None, None, m, n, *steps, ROWS=height, COLS=width, num_warps=WARPS)
+        return whole if cut is None or share is None else share(whole), None
+    found = torch.zeros(m + n, dtype=torch.int32, device=x.device)
+    of_rows, of_cols = found[:m] if rows else None, found[m:] if columns else None
+    _find_amax[grid](x, None, of_rows, of_cols, m, n, *steps, ROWS=height, COLS=width, num_warps=WARPS)
+    if share is not None and cut == 1 and of_rows is not None:
+        of_rows = share(of_rows)
+    if share is not None and cut == 0 and of_cols is not None:
+        of_cols = share(of_cols)
+    return of_rows, of_cols
+
+
+def _empty_scale(scaling: str, rows: int, columns: int, device: torch.device) -> Tensor:
+    """Memory for the scale of an operand `[rows, columns]`."""
+    if scaling == "tensorwise":
+        return torch.empty((), device=device)
+    if scaling == "rowwise":
+        return torch.empty(rows, 1, device=device)
+    blocks = triton.cdiv(columns, BLOCK)
+    if scaling == "blockwise":
+        return torch.empty(blocks, rows, device=device).t()
+    return torch.zeros(triton.cdiv(rows, BLOCK), -(-blocks // 4) * 4, device=device).t()  # zeros behind the last block
+
+
+def _interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
