@@ -15,19 +15,22 @@ from .layers.base import TensorParallel_Layer
 from .layers.cross_entropy import vocab_parallel_cross_entropy
 from .layers.fp8 import fp8_report
 from .layers.gather import GatherReplacedLayerParams
+from .layers.integrations import install_on_cpus
 from .layers.linear import LinearAllreduce, LinearLayer
 from .layers.linear_by_size import Linear
 from .layers.main_grad import enable_main_grad
 from .layers.norm_linear import LayerNormLinear
 from .layers.overlap import explain_overlap
+from .layers.profile import profile_names
 from .layers.stream import full_state_dict, load_full_state_dict
 from .shard import Shard
-from .train import clip_grad_norm_, verify
+from .train import DataSampler, clip_grad_norm_, verify
 from .version import __version__
 
 __all__ = [
     "AutoTPError",
     "CheckpointError",
+    "DataSampler",
     "GatherError",
     "GatherReplacedLayerParams",
     "KernelUnsupported",
@@ -56,6 +59,7 @@ __all__ = [
     "load_full_state_dict",
     "make_plan",
     "parallelize",
+    "profile_names",
     "release",
     "save_pretrained",
     "unshard",
@@ -63,3 +67,5 @@ __all__ = [
     "vocab_parallel_cross_entropy",
     "warm_up",
 ]
+
+install_on_cpus()

@@ -202,6 +202,22 @@ class Shard:
         """This shard's cuts and `other`'s, of another dimension of the same tensor."""
         return Shard(self.shape, self.tp_size, tuple(sorted(self.cuts + other.cuts, key=lambda cut: cut.dim)))
 
+    def deal_further(self, dim: int, parts: int) -> Shard:
+        """What remains when each rank's part is cut along `dim` into `parts` chunks, as `torch.chunk` cuts (FSDP2 does).
+
+        Chunk d of rank r is rank `d * tp_size + r` of the new shard; the last chunks may be empty.
+        """
+        cut = next((cut for cut in self.cuts if cut.dim == dim), None)
+        held = [cut.indices(rank) if cut else torch.arange(self.shape[dim]) for rank in range(self.tp_size)]
+        runs = []
+        for chunk in range(parts):
+            for indices in held:
+                step = -(-len(indices) // parts)
+                runs.append(compress_indices(indices[chunk * step : (chunk + 1) * step].tolist()))
+        others = tuple(Cut(cut.dim, cut.runs * parts) for cut in self.cuts if cut.dim != dim)
+        cuts = sorted((*others, Cut(dim, tuple(runs))), key=lambda cut: cut.dim)
+        return Shard(self.shape, self.tp_size * parts, tuple(cuts))
+
     # -- shapes -------------------------------------------------------------------------------------------------------
 
     @property

@@ -240,6 +240,36 @@ def test_owned_is_fast_at_vocabulary_size():
     assert shard.holders == ((0, (0, 1), ((size // 2, 7, 7, 1),)),)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize(
+    "shard",
+    [
+        Shard.even((7, 4), 0, 2),
+        Shard.even((7, 4), 1, 2),
+        Shard.whole((7, 4), 3),
+        Shard.dealt((12, 2), 0, (2, 1), parts=(6, 3, 3)),
+        Shard.from_indices((6, 2), 0, [[0, 1, 2, 3], [2, 3, 4, 5]]),
+    ],
+)
+def test_dealt_further_as_torch_chunks(shard, parts):
+    full = torch.arange(prod(shard.shape)).reshape(shard.shape)
+    further = shard.deal_further(0, parts)
+    locals_ = [further.split(full, rank) for rank in range(further.tp_size)]
+    for rank in range(shard.tp_size):
+        chunks = [*shard.split(full, rank).chunk(parts), *[full[:0]] * parts]
+        for chunk in range(parts):
+            mine = locals_[chunk * shard.tp_size + rank]
+            assert mine.numel() == chunks[chunk].numel() == 0 or torch.equal(mine, chunks[chunk])
+    assert torch.equal(further.join(locals_), full)
+    owned = 0
+    for rank in range(further.tp_size):
+        mine = locals_[rank]
+        for dim, mask in further.owned(rank):
+            mine = mine.index_select(dim, mask.nonzero().flatten())
+        owned += mine.numel()
+    assert owned == full.numel()
+
+
 @quick
 @given(st.lists(st.sets(st.integers(0, 9)), min_size=2, max_size=4), st.randoms())
 def test_copied_says_where_the_copies_lie(sets, random):

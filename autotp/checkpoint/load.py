@@ -14,8 +14,9 @@ from ..comm import TPGroup
 from ..errors import CheckpointError
 from ..shard import Shard
 from .convert import ConvertedSource
+from .fresh import can_draw, draw_tensors
 from .gguf_tensors import GGUFSource
-from .names import match_names, tie_names
+from .names import LoadingInfo, match_names, tie_names
 from .scatter import ScatteredSource, convert_source, share_source
 from .source import WeightSource, take_part
 
@@ -40,13 +41,15 @@ def fill_from_source(
     group: TPGroup,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    ignore_mismatched_sizes: bool = False,
     then: Callable[[str], None] | None = None,
-) -> None:
+) -> LoadingInfo:
     """Give every parameter on meta this rank's part of `source`, and every persistent buffer its value.
 
     The modules' forwards are left alone: this only turns names into memory. Each tensor is read, cut, converted and moved
-    by itself, so the rank's part and one tensor are all that exists at a time. Names that were one Parameter, or that the
-    plan ties, are one Parameter afterwards; `requires_grad` is kept.
+    by itself, so the rank's part and one tensor are all that exists at a time. What the checkpoint lacks gets this rank's part
+    of what transformers would draw, which takes rank 0 host memory for all of that; transformers' report says so. Names that
+    were one Parameter, or that the plan ties, are one Parameter afterwards; `requires_grad` is kept.
 
     Args:
         model: parameters on meta, in their full shapes; buffers that the checkpoint does not hold must be real.
@@ -55,7 +58,11 @@ def fill_from_source(
         group: the ranks; what fails on one of them raises on all.
         dtype: of floating-point parameters; None keeps each one's own. What transformers keeps in float32 stays there.
         device: where the parts go; the group's device by default.
+        ignore_mismatched_sizes: what has another shape in the checkpoint is drawn too, instead of refused.
         then: is told the names of each tensor when it is in place.
+
+    Returns:
+        how the checkpoint differs from the model.
 
     Raises:
         CheckpointError: the checkpoint does not fit the model (nothing was changed), or ranks see different ones.
@@ -64,17 +71,48 @@ def fill_from_source(
     group.arrive("reading a checkpoint")
     shared = share_source(model, source, group)
     with group.together("checking the checkpoint"):
-        keys = match_names(model, shared, plan.tied)
+        match = match_names(model, shared, plan.tied, ignore_mismatched_sizes)
         ties = tie_names(model, plan.tied)
         _check_shards(model, plan)
-        _check_buffers(model, keys)
+        _check_buffers(model, match.keys)
     digests = group.gather_objects(shared.digest())
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise CheckpointError(f"TP rank(s) {others} see another checkpoint than rank 0 does: give all ranks the same directory")
+    lacking = [name for name, found in match.keys.items() if not found and ties[name][0] == name]
+    with group.together("drawing what the checkpoint lacks"):
+        drawn = draw_tensors(model, lacking) if lacking and group.tp_rank == 0 else {}
+    _share_drawn(model, plan.shards, lacking, drawn, ties, group, dtype, device)
+    drawn.clear()
     reading = shared.reading() if isinstance(shared, ScatteredSource) else nullcontext()
     with group.together("reading the checkpoint"), torch.no_grad(), reading:
-        _fill(model, plan.shards, shared, keys, ties, group, dtype, device, then or (lambda name: None))
+        _fill(model, plan.shards, shared, match.keys, ties, group, dtype, device, lacking, then or (lambda name: None))
+    if group.tp_rank == 0:
+        match.info.say(model, getattr(shared, "directory", type(source).__name__))
+    return match.info
+
+
+def _share_drawn(
+    model: nn.Module,
+    shards: Mapping[str, Shard],
+    names: Sequence[str],
+    drawn: Mapping[str, Tensor],
+    ties: Mapping[str, tuple[str, ...]],
+    group: TPGroup,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    """Put this rank's parts of what rank 0 drew where `names` are; collective."""
+    state, keep = model.state_dict(keep_vars=True), _dtype_exceptions(model, dtype)
+    parts = {}
+    with group.together("making room for what the checkpoint lacks"):
+        for name in names:
+            shard = next((shards[n] for n in ties[name] if n in shards), None)
+            shape = tuple(state[name].shape) if shard is None else shard.local_shape(group.tp_rank)
+            parts[name] = shard, torch.empty(shape, dtype=_wanted_dtype(state[name], name, dtype, keep), device=device)
+    for name, (shard, own) in parts.items():
+        full = drawn[name].to(own.dtype) if group.tp_rank == 0 else None
+        _place(model, ties[name], state[name], group.scatter_from_host(full, own, shard))
 
 
 def _fill(
@@ -86,6 +124,7 @@ def _fill(
     group: TPGroup,
     dtype: torch.dtype | None,
     device: torch.device,
+    ready: Sequence[str],
     then: Callable[[str], None],
 ) -> None:
     """Read tensor by tensor, in the same order on all ranks; each rank checks the bytes of some while they are at hand."""
@@ -93,7 +132,9 @@ def _fill(
     state = model.state_dict(keep_vars=True)
     own = {name: keys[name] for name in keys if keys[name] and ties[name][0] == name}  # others have a value, or another name
     checked = _deal_checks(source, own, group)
-    done: set[str] = set()
+    done = {same for name in ready for same in ties[name]}
+    for name in done:
+        then(name)
     for name, found in show_bar(own.items(), len(own), group.tp_rank == 0):
         names = ties[name]
         done.update(names)
@@ -176,11 +217,15 @@ def place_buffers(
 def order_names(model: nn.Module, source: WeightSource | GGUFSource) -> tuple[ConvertedSource, dict[str, str]]:
     """`source` by the names of `model`, and what each tensor of its state dict is called there, in order, a tied one once.
 
+    What it lacks is left out, and said in transformers' report.
+
     Raises:
         CheckpointError: it does not fit the model, or holds different values for what the model ties.
     """
     whole = convert_source(model, source)
-    keys, ties = match_names(model, whole), tie_names(model)
+    match, ties = match_names(model, whole), tie_names(model)
+    match.info.say(model, whole.directory)
+    keys = match.keys
     names = {name: keys[name][0] for name in keys if keys[name] and ties[name][0] == name}
     for name in names:
         if len(keys[name]) > 1:
@@ -207,9 +252,10 @@ def _check_shards(model: nn.Module, plan: PlanLike) -> None:
 
 
 def _check_buffers(model: nn.Module, keys: dict[str, tuple[str, ...]]) -> None:
-    """Raise if something would stay on meta: a tensor that no checkpoint holds has no value to take."""
+    """Raise if something would stay on meta: a buffer that no checkpoint holds has no value to take."""
     read = {name for name, found in keys.items() if found}
-    everything = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    parameters = [] if can_draw(model) else model.named_parameters(remove_duplicate=False)
+    everything = [*parameters, *model.named_buffers(remove_duplicate=False)]
     empty = [name for name, tensor in everything if tensor.is_meta and name not in read]
     if empty:
         raise CheckpointError(
@@ -217,6 +263,15 @@ def _check_buffers(model: nn.Module, keys: dict[str, tuple[str, ...]]) -> None:
             f"them and they were not computed. "
             f"Load the model with transformers' from_pretrained, then call autotp.parallelize on it."
         )
+
+
+def widen_exceptions(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Give the parameters of a model on meta in `dtype` that transformers keeps in a wider one that."""
+    keep = _dtype_exceptions(model, dtype)
+    for name, parameter in model.named_parameters(remove_duplicate=False) if keep else ():
+        wanted = next((wide for pattern, wide in keep if pattern.search(name)), None)
+        if wanted is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(wanted)
 
 
 def _dtype_exceptions(model: nn.Module, dtype: torch.dtype | None) -> DtypeExceptions:

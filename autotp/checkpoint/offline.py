@@ -19,8 +19,8 @@ from .source import WeightSource
 from .writer import PlannedTensor, SafetensorsWriter, cut_files, place_tensors, plan_tensor
 
 _CPU = torch.device("cpu")
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
-_BESIDE = (".json", ".txt", ".model", ".jinja", ".py")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_TEMPLATES = "additional_chat_templates"  # the directory that transformers keeps a tokenizer's further templates in
 
 
 def shard_checkpoint(
@@ -118,7 +118,10 @@ def check_free(directory: Path) -> None:
 
 
 def _copy_beside(directory: Path | None, partial: Path) -> None:
-    """Config, generation config, tokenizer and the model's own code."""
-    for path in sorted(directory.iterdir()) if directory is not None else ():
-        if path.is_file() and path.name.endswith(_BESIDE) and not path.name.endswith(_WEIGHTS) and path.name != MANIFEST_NAME:
+    """All files but weights: configs, the tokenizer's whatever they are called, processors, the model's own code, a licence."""
+    for path in sorted(directory.iterdir()) if directory is not None and directory.is_dir() else ():
+        hidden = path.name.startswith(".") or path.name == MANIFEST_NAME
+        if path.is_file() and not hidden and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, partial / path.name)
+    if directory is not None and (directory / _TEMPLATES).is_dir():
+        shutil.copytree(directory / _TEMPLATES, partial / _TEMPLATES)

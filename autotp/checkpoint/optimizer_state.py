@@ -107,7 +107,9 @@ class NamedOptimizer:
     def make_tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Room for a saved tensor of a parameter's state, beside the parameter: this rank's part, or all of `shape`."""
         param = self.params[name]
-        return torch.empty(param.shape if name in self.sharded else shape, dtype=dtype, device=param.device)
+        if name in self.sharded:
+            return torch.empty_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+        return torch.empty(shape, dtype=dtype, device=param.device)
 
     def load(self, saved: dict[str, Any], tensors: Mapping[tuple[str, str], Tensor]) -> None:
         """Go on from a state, through the optimizer's own `load_state_dict`; options of the implementation stay."""

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
 from ..layers.base import find_group, mark_broken
+from ..layers.fully import Part, find_part
 from ..layers.stream import is_gathered, map_sharded
 from ..shard import Shard
 from .chunks import ChunkedTensor, Order, PickedTensor, check_order, chunk_to_save, find_order, held_boxes
@@ -40,18 +40,15 @@ class StateParts:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, scheduler: Any, masters: Mapping[str, Tensor]) -> None:
         self.model, self.scheduler, self.masters = model, scheduler, dict(masters)
-        group = find_group(model)
-        self.rank = 0 if group is None else group.tp_rank
+        self.group = find_group(model)
         sharded = map_sharded(model)
         names: dict[int, str] = {}
         self.tensors: dict[str, Tensor] = {}
-        self.shards: dict[str, Shard] = {}
+        self.dealt: dict[str, Shard] = {}  # over the TP group
         for name, tensor in model.state_dict(keep_vars=True).items():
             if not isinstance(tensor, Tensor):
                 kind = type(tensor).__name__
                 raise CheckpointError(f"'{name}' of {type(model).__name__} is a {kind}, not a tensor: no state can hold it")
-            if isinstance(tensor, DTensor):
-                raise CheckpointError(f"'{name}' of {type(model).__name__} is a DTensor: torch.distributed.checkpoint saves it")
             if id(tensor) in names:
                 continue
             names[id(tensor)] = name
@@ -62,9 +59,15 @@ class StateParts:
                         f"'{name}' is whole inside GatherReplacedLayerParams: save and load after the `with` block"
                     )
                 layer, own, _ = sharded[id(tensor)]
-                self.shards[name] = layer.shards[own]
+                self.dealt[name] = layer.shards[own]
+        found = {name: self._find_part(name, tensor) for name, tensor in self.tensors.items()}
+        self.shards = {name: part.shard for name, part in found.items() if part.shard is not None}
+        self.ranks = {name: part.rank for name, part in found.items()}
         names |= {id(master): name for name, master in self.masters.items()}
         self.optimizer = None if optimizer is None else NamedOptimizer(optimizer, names, self.shards)
+
+    def _find_part(self, name: str, tensor: Tensor) -> Part:
+        return find_part(tensor.detach(), self.dealt.get(name), self.group)
 
     def _own_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """`(key, name, tensor)` of model and masters; the name says how the tensor is sharded."""
@@ -81,7 +84,9 @@ class StateParts:
         found = list(self._own_tensors())
         if self.optimizer is not None:
             found += [(f"optimizer.{name}.{key}", name, tensor) for name, key, tensor in self.optimizer.iterate_tensors()]
-        return {self._key(key, name): chunk_to_save(tensor, self.shards.get(name), self.rank) for key, name, tensor in found}
+        # What lies beside each element of a parameter is dealt as it is; all else is alike on all ranks.
+        parts = {self._key(key, name): (self._find_part(name, tensor), name) for key, name, tensor in found}
+        return {key: chunk_to_save(part.local, self.shards.get(name), self.ranks[name]) for key, (part, name) in parts.items()}
 
     def describe(self) -> dict[str, Any]:
         """All but the tensors, for JSON; equal on all ranks."""
@@ -155,7 +160,7 @@ class StateParts:
             CheckpointError: the files can't be read; the model is marked broken then, as half of it may be written.
         """
         orders = about["orders"]
-        reads = [(_saved_key(key, name, orders), name, tensor.detach()) for key, name, tensor in self._own_tensors()]
+        reads = [(_saved_key(key, name, orders), name, tensor) for key, name, tensor in self._own_tensors()]
         made: dict[tuple[str, str], Tensor] = {}
         if self.optimizer is not None:
             for name, keys in about["optimizer"]["tensors"].items():
@@ -178,14 +183,15 @@ class StateParts:
         whole: dict[str, Tensor] = {}
         for key, name, tensor in reads:
             order = _as_order(orders.get(name, ()))
-            shard = self.shards.get(name, Shard.whole(tuple(tensor.shape), 1))
-            boxes = held_boxes(shard, self.rank, order)
+            local = self._find_part(name, tensor).local
+            shard, rank = self.shards.get(name, Shard.whole(tuple(local.shape), 1)), self.ranks[name]
+            boxes = held_boxes(shard, rank, order)
             if boxes is None:
-                picked = PickedTensor(tensor, shard, self.rank, order)
+                picked = PickedTensor(local, shard, rank, order)
                 read_tensors(directory, metadata, {key: picked.chunked})
                 picked.finish()
             else:
-                whole[key] = ChunkedTensor(tensor, shard.shape, boxes)
+                whole[key] = ChunkedTensor(local, shard.shape, boxes)
         read_tensors(directory, metadata, whole)
 
 

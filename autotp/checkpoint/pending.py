@@ -4,7 +4,9 @@
 |---|---|
 | `__R_0.distcp` | the tensors that rank R wrote |
 | `.metadata` | where each tensor's chunks lie, as `torch.distributed.checkpoint` has it |
-| `state.json` | all that is no large tensor, and the size of every file; written last |
+| `state.json` | all that is no large tensor, the size of every file, and checksums of `.metadata` and itself; written last |
+
+(Each tensor in a `.distcp` file has its checksums with it.)
 
 A rank leaves a note of what it wrote in the directory, so that no collective is needed while the ranks compute.
 """
@@ -17,6 +19,7 @@ import re
 import shutil
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +107,9 @@ class PendingSave:
         sizes = {name: (self.partial / name).stat().st_size for name in sorted(files)}
         for rank in range(self.size):
             (self.partial / _note_name(rank)).unlink()
-        _write_json(self.partial / ABOUT, {**self.about, "files": sizes})
+        sums = {METADATA: zlib.crc32((self.partial / METADATA).read_bytes())}
+        about = {**self.about, "files": sizes, "crc32": sums}
+        _write_json(self.partial / ABOUT, {**about, "own_crc32": sum_json(about)})
         old = old_of(self.final)
         shutil.rmtree(old, ignore_errors=True)
         if self.final.exists():
@@ -178,6 +183,11 @@ def clean_up(final: Path) -> None:
     for ending in ("partial", "gone", "old"):
         for path in final.parent.glob(f".{PREFIX}*.{ending}"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def sum_json(value: Any) -> int:
+    """CRC-32 of what stands in a JSON file, whatever its spaces."""
+    return zlib.crc32(json.dumps(value).encode())
 
 
 # -- files ----------------------------------------------------------------------------------------------------------------

@@ -112,6 +112,8 @@ def move_files(partial: Path, directory: Path, first: Sequence[str], last: str) 
     """Move all files of `partial` into `directory`: `first`, then the others, then `last`; on disk when this returns."""
     others = [path.name for path in partial.iterdir() if path.name != last and path.name not in first]
     for name in [*first, *others, last]:
+        if (directory / name).is_dir():
+            shutil.rmtree(directory / name)
         os.replace(partial / name, directory / name)
     handle = os.open(directory, os.O_RDONLY)
     try:

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from ..comm import TPGroup
 from ..errors import CheckpointError, GatherError
 from ..layers.base import check_usable, find_group, sharded_modules
+from ..layers.fully import find_data_group
 from ..layers.gather import find_tied_names, iterate_full_tensors
 from ..layers.stream import StoppedError
 from .background import BackgroundWriter
+from .parts import unwrap
 from .place import PARTIAL, make_room, name_files, parse_size, put_in_place, write_index
 from .writer import PlannedTensor, cut_files, plan_tensor
 
@@ -43,28 +45,44 @@ def save_pretrained(
     full disk leaves what the directory held before. Files of an older checkpoint are removed after that.
 
     Args:
-        model: a parallelized model, or a plain one.
+        model: a parallelized model, or a plain one; what wraps it for data parallelism is left off.
         directory: made if it is not there; other files in it are left alone.
         max_shard_size: bytes in one file, as a number or "5GB", "500MB", "2GiB"; a larger tensor gets a file of its own.
-        is_main_process: False on TP rank 0: this group writes nothing. For all data-parallel replicas but one.
+        is_main_process: False on TP rank 0: this group writes nothing. For all data-parallel replicas but one. Where FSDP2 shards
+            the model further, all its data ranks call this, and the first of them write.
 
     Raises:
         CheckpointError: on all ranks, if it could not be written.
         GatherError: a rank of the group did not come.
     """
+    model = unwrap(model)
     group = find_group(model) or TPGroup(None, torch.device("cpu"))
-    directory = Path(directory)
+    data = find_data_group(model) or TPGroup(None, torch.device("cpu"))
     group.arrive("save_pretrained")
-    with group.together(f"saving to {directory}"):  # what can be known before the first gather
+    with data.together(f"saving to {directory}"):
+        _save(model, Path(directory), max_shard_size, any(data.gather_objects(is_main_process)), group, data)
+
+
+def _save(
+    model: nn.Module, directory: Path, max_shard_size: int | str, is_main_process: bool, group: TPGroup, data: TPGroup
+) -> None:
+    """Decide what is written, and gather and write it; data ranks but the first only take part in gathering."""
+    with data.together(f"saving to {directory}"), group.together(f"saving to {directory}"):  # what can be known before
         check_usable(model)
         tensors = plan_tensors(model)
-        begun = _begin(directory, tensors, max_shard_size) if group.tp_rank == 0 and is_main_process else None
-    save = group.broadcast_object(begun)
+        main = group.tp_rank == data.tp_rank == 0 and is_main_process
+        begun = _begin(directory, tensors, max_shard_size) if main else None
+    save = data.broadcast_object(group.broadcast_object(begun))
     if save is None:
         return
     try:
-        writers = [rank for rank, sees in enumerate(group.gather_objects(save.is_seen(directory))) if sees]
+        seen = group.gather_objects(save.is_seen(directory))
+        writers = data.broadcast_object([rank for rank, sees in enumerate(seen) if sees])
         files = cut_files(tensors, save.max_bytes)
+        if data.tp_rank > 0:
+            for _ in iterate_full_tensors(model, order_tensors(files, deal_files(files, writers))):
+                pass
+            return
         error = _try(lambda: _write_files(model, directory / PARTIAL, save, files, writers, group.tp_rank))
         _agree(group, "writing", directory, error)
         if begun is not None:
@@ -177,8 +195,18 @@ def _write_files(
     owners = order_tensors(files, ranks)
     with BackgroundWriter(mine) as writer, closing(iterate_full_tensors(model, owners)) as stream:
         for name, full in stream:
-            if full is not None:
-                writer.put(name, full)
+            try:
+                if full is not None:
+                    writer.put(name, full)
+            except BaseException:
+                _drain(model, stream)
+                raise
+
+
+def _drain(model: nn.Module, stream: Iterable[Any]) -> None:
+    """Take part in gathering what comes, where the model's data ranks would wait for it."""
+    if find_data_group(model) is not None:
+        deque(stream, maxlen=0)
 
 
 def _finish(model: nn.Module, directory: Path, save: _Save, files: Sequence[Sequence[PlannedTensor]]) -> None:

@@ -157,8 +157,11 @@ class ShardedSource:
             self._files.check(name, stored)
 
     def digest(self) -> str:
-        """A short hash of names, shapes, dtypes and cuts: equal on all ranks that see one checkpoint."""
-        return digest_lines(f"{name} {self.shape(name)} {self.dtype(name)} {self.shards.get(name)}" for name in self._names)
+        """A short hash of names, shapes, dtypes, cuts and checksums: equal on all ranks that see one checkpoint."""
+        return digest_lines(
+            f"{name} {self.dtype(name)} {self.shards.get(name)} {[(each.shape, each.crc) for each in self._stored(name)]}"
+            for name in self._names
+        )
 
 
 def rank_files(tp_size: int) -> list[str]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 import warnings
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +18,17 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..comm import TPGroup, local_device, resolve_group
 from ..errors import AutoTPError, CheckpointError
 from ..layers.base import check_usable, find_group
+from ..layers.fully import data_ranks
 from ..places import Places
 from .dcp import TensorWriter, read_metadata
 from .parts import StateParts, unwrap
-from .pending import ABOUT, PREFIX, PendingSave, clean_up, find_partial, find_steps, partial_of
+from .pending import ABOUT, PREFIX, PendingSave, clean_up, find_partial, find_steps, partial_of, sum_json
 from .plain import decode_plain, encode_plain
 from .random_state import choose_random_state, jump_random_state, random_state, set_random_state
 
@@ -54,7 +57,7 @@ class TrainingState:
     `wait`, says how it ended. All methods are collective over the ranks of the model and its copies.
 
     Args:
-        model: parallelized, or plain; wrapped in DistributedDataParallel or not.
+        model: parallelized, or plain; wrapped in DistributedDataParallel, sharded by FSDP2, or neither.
         optimizer: of the model's parameters.
         scheduler: has `state_dict`, of plain values, and `load_state_dict`.
         masters: tensors that the optimizer updates in place of the parameters of these names, of their shapes.
@@ -91,6 +94,12 @@ class TrainingState:
     def _make_parts(self) -> StateParts:
         """Made anew each time: an optimizer may have got parameters since."""
         check_usable(self.model)
+        for name, parameter in self.model.named_parameters():
+            if isinstance(parameter, DTensor) and not set(data_ranks(parameter)) <= set(self.places.dp.ranks):
+                raise CheckpointError(
+                    f"FSDP2 shards '{name}' over ranks {data_ranks(parameter)}, but dp= names {list(self.places.dp.ranks)}: "
+                    f"pass the mesh that fully_shard was given, dp=mesh['dp']"
+                )
         return StateParts(self.model, self.optimizer, self.scheduler, self.masters)
 
     # -- saving -------------------------------------------------------------------------------------------------------
@@ -127,6 +136,7 @@ class TrainingState:
                                       f"must take the same steps with the same options")  # fmt: skip
             writer.agree([each[1] for each in every], places.rank)
             if places.is_main:
+                _refuse_foreign(final)
                 final.parent.mkdir(parents=True, exist_ok=True)
                 clean_up(final)
                 _check_room(final, writer)
@@ -212,6 +222,15 @@ def _find_places(model: nn.Module, dp: Any) -> Places:
     return Places(tp, TPGroup(None, tp.device) if dp is None or dp is False else resolve_group(dp))
 
 
+def _refuse_foreign(final: Path) -> None:
+    """Only a state is replaced by a state: other programs call theirs `checkpoint-STEP` too."""
+    if final.is_dir() and not (final / ABOUT).exists() and (found := sorted(path.name for path in final.iterdir())):
+        held = ", ".join(found[:4])
+        raise CheckpointError(
+            f"{final} is no training state ({held}), which one would replace: name another directory, or move it"
+        )
+
+
 def _check_room(final: Path, writer: TensorWriter) -> None:
     needed, free = writer.total_bytes(), shutil.disk_usage(final.parent).free
     if needed > free:
@@ -230,6 +249,9 @@ def read_about(path: Path) -> dict[str, Any]:
     """
     try:
         about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
+        own = about.pop("own_crc32", None)  # none in states of older versions
+        if own is not None and own != sum_json(about):
+            raise CheckpointError(f"{path / ABOUT} is not what was saved: its CRC-32 differs, the file is damaged")
         if about["format"] != FORMAT:
             raise CheckpointError(f"{path} is a training state of format {about['format']}, this autotp reads {FORMAT}")
         for name, size in about["files"].items():
@@ -238,6 +260,9 @@ def read_about(path: Path) -> dict[str, Any]:
             found = (path / name).stat().st_size
             if found != size:
                 raise CheckpointError(f"{path / name} has {found} bytes instead of {size}: the state is not whole")
+        for name, crc in about.get("crc32", {}).items():  # of states that were saved with them
+            if name in about["files"] and zlib.crc32((path / name).read_bytes()) != crc:
+                raise CheckpointError(f"{path / name} is not what was saved: its CRC-32 differs, the file is damaged")
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

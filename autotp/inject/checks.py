@@ -21,6 +21,21 @@ def check_options(logits: str) -> None:
         raise PlanError(f"logits={logits!r} is none of 'auto', 'full', 'sharded'")
 
 
+def refuse_quantised(model: nn.Module) -> None:
+    """Raise for weights that lie in a quantised format: their blocks, scales and layout are of the whole tensor.
+
+    Raises:
+        PlanError: naming the first one.
+    """
+    for name, parameter in model.named_parameters():
+        plain = type(parameter) in (nn.Parameter, nn.UninitializedParameter)
+        if not plain or (parameter.ndim > 1 and not (parameter.is_floating_point() or parameter.is_complex())):
+            raise PlanError(
+                f"{name} is a {type(parameter).__name__} of {parameter.dtype}, shape {list(parameter.shape)}, a format "
+                f"that can't be cut: parallelize it in bfloat16, and quantise it then (torchao's quantize_), each rank its part"
+            )
+
+
 def check_memory(plan: Plan, group: TPGroup, model: nn.Module) -> None:
     """Raise if this rank's shards can't fit its GPU beside what is there."""
     moving = any(p.device != group.device for p in model.parameters())

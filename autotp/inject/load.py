@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -15,11 +16,14 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..checkpoint.gguf_tensors import GGUFSource
+from ..checkpoint.load import widen_exceptions
 from ..checkpoint.open import CheckpointSource
 from ..checkpoint.sharded import ShardedSource
 from ..errors import CheckpointError, PlanError
 from .plan import Plan
 from .shadow import empty_weights
+
+_BESIDE = ("*.json", "*.txt", "*.model*", "*.jinja", "*.py", "*.tiktoken", "*.bpe", "*.vocab")  # what comes with weights
 
 
 def find_checkpoint(path: str | os.PathLike) -> Path:
@@ -34,9 +38,9 @@ def find_checkpoint(path: str | os.PathLike) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        found = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"]))
+        found = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", *_BESIDE]))
         if not any(found.glob("*.safetensors")):
-            found = Path(snapshot_download(str(path), allow_patterns=["pytorch_model*.bin", "*.json", "*.txt", "*.model"]))
+            found = Path(snapshot_download(str(path), allow_patterns=["pytorch_model*.bin", *_BESIDE]))
         return found
     except Exception as error:  # whatever the hub raises, the reader needs the path and one line
         raise CheckpointError(f"{path} is neither a directory nor a model that the hub gives: {error}") from error
@@ -61,12 +65,19 @@ def _hint_trust(error: BaseException) -> str:
     return " With autotp it is from_pretrained(path, trust_remote_code=True)." if "trust_remote_code" in str(error) else ""
 
 
-def find_class(config: Any, source: CheckpointSource, trust_remote_code: bool = False) -> type[nn.Module]:
-    """The class of transformers that a config names, or, where that is trusted, of the code beside it.
+def find_class(
+    config: Any, source: CheckpointSource, trust_remote_code: bool = False, model_class: Any = None
+) -> type[nn.Module]:
+    """The class of transformers that a config names, or, where that is trusted, of the code beside it; or `model_class`.
 
     Raises:
-        CheckpointError: there is no such class.
+        CheckpointError: there is no such class, or `model_class`, one of the Auto classes, has none for the config.
     """
+    if model_class is not None:
+        mapping = getattr(model_class, "_model_mapping", None)
+        if mapping is not None and type(config) not in mapping:
+            raise CheckpointError(f"{model_class.__name__} has no class for a {type(config).__name__}: name the class itself")
+        return model_class if mapping is None else mapping[type(config)]
     names = [name for name in getattr(config, "architectures", None) or [] if isinstance(name, str)]
     for name in names:
         found = getattr(transformers, name, None)
@@ -83,12 +94,14 @@ def find_class(config: Any, source: CheckpointSource, trust_remote_code: bool = 
     )
 
 
-def find_dtype(source: CheckpointSource, dtype: torch.dtype | str | None, trust_remote_code: bool = False) -> torch.dtype | None:
+def find_dtype(
+    source: CheckpointSource, dtype: torch.dtype | str | None, trust_remote_code: bool = False, config: Any = None
+) -> torch.dtype | None:
     """The dtype of floating-point parameters: "auto" is the config's, or else that of what is stored; None is the config's."""
     if dtype == "auto" and isinstance(source, GGUFSource):
         return torch.float32
     if dtype == "auto":
-        found = getattr(read_config(source, trust_remote_code), "dtype", None)
+        found = getattr(config or read_config(source, trust_remote_code), "dtype", None)
         if isinstance(found, torch.dtype):
             return found
         floating = [source.dtype(name) for name in sorted(source.names()) if source.dtype(name).is_floating_point]
@@ -96,13 +109,20 @@ def find_dtype(source: CheckpointSource, dtype: torch.dtype | str | None, trust_
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def build_empty(source: CheckpointSource, dtype: torch.dtype | None, trust_remote_code: bool = False) -> nn.Module:
-    """The checkpoint's model: parameters on meta in `dtype`, buffers real, generation config as saved."""
-    config = read_config(source, trust_remote_code)
-    cls = find_class(config, source, trust_remote_code)
+def build_empty(
+    source: CheckpointSource,
+    dtype: torch.dtype | None,
+    trust_remote_code: bool = False,
+    model_class: Any = None,
+    config: Any = None,
+) -> nn.Module:
+    """The checkpoint's model, or `model_class`'s: parameters on meta in `dtype`, buffers real, generation config as saved."""
+    config = copy.deepcopy(config) or read_config(source, trust_remote_code)
+    cls = find_class(config, source, trust_remote_code, model_class)
     with empty_weights():
         model = cls._from_config(config, dtype=dtype) if dtype is not None else cls._from_config(config)
     model.tie_weights()  # accelerate gives every name a Parameter of its own
+    widen_exceptions(model, dtype or getattr(model.config, "dtype", None))
     if (Path(source.directory) / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         model.generation_config = GenerationConfig.from_pretrained(source.directory)
     return model

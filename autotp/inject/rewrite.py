@@ -7,38 +7,42 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import errors
-from ..checkpoint.load import fill_from_source, place_buffers
+from ..checkpoint.load import fill_from_source
 from ..checkpoint.open import open_checkpoint
 from ..checkpoint.save import save_pretrained
-from ..checkpoint.source import ModuleSource, take_part
 from ..comm import TPGroup, resolve_group
 from ..errors import AutoTPError, PlanError
 from ..generation.engine import PLACE
 from ..generation.install import install_generation
-from ..layers.attention import restore_fast_paths
 from ..layers.attentions import watch_attentions
-from ..layers.base import check_usable, find_group, index_parameters, mark_broken, sharded_modules
+from ..layers.base import check_usable, find_group, index_parameters, mark_broken
 from ..layers.entry import install_entry, remove_entry
-from ..layers.guards import install_guards, mark_model, unmark_model
+from ..layers.fully import refuse_dealt
+from ..layers.guards import install_guards, mark_model, unmark_model, warn_of_states
 from ..layers.siblings import lay_siblings
 from ..layers.token_modules import watch_owners
+from .adapted import find_root, list_wraps, parallelize_adapted
 from .assemble import read_versions
 from .attentions import find_values
 from .attributes import restore_attributes
 from .block import fuse_modules
 from .callsites import remove_fixes
-from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights
+from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_quantised
 from .forwards import Forward, remove_forward
 from .hints import spell
 from .load import build_empty, find_checkpoint, find_dtype, read_kept_plan
 from .plan import Plan
 from .precision import check_device, check_precision, choose_products, install_products, remove_products, store_weights
+from .resize import resize_embeddings
 from .rules import check_mode, hints_of, make_plan, reuse_plan
-from .swap import make_plain, rewrite_modules
+from .swap import rewrite_modules
 from .threads import young_garbage
+from .weights import cut_weights, join_weights
+
+WATCHED = ("autotp_streams", "autotp_attentions")  # what the hooks on models and on the modules around chains note there
 
 
 @young_garbage()
@@ -61,7 +65,7 @@ def parallelize(
     afterwards. Weights on the CPU go to this rank's GPU shard by shard if the group communicates through NCCL.
 
     Args:
-        model: a transformers model, equal on all ranks.
+        model: a transformers model, equal on all ranks; with peft's LoRA adapters, or without.
         group_or_mesh: process group or one-axis DeviceMesh; None for all ranks of a torchrun job, set up here if need be.
         plan: "auto" or "hf" for the model's own Hugging Face plan, a dict, or a `Plan`; see `make_plan`.
         logits: what training with labels returns: "auto" no logits, "full" whole ones, "sharded" this rank's columns.
@@ -85,11 +89,24 @@ def parallelize(
     if find_group(model) is not None:
         raise PlanError(f"this {type(model).__name__} is parallelized already; autotp.unshard(model) makes it plain again")
     check_usable(model)
+    refuse_dealt(model.named_parameters(), "parallelize", "parallelize the plain model first, and call fully_shard after that")
     group = resolve_group(group_or_mesh, timeout_s)
+    root = find_root(model)
+    if root is not model or list_wraps(root):
+        options = {
+            "plan": plan,
+            "inputs": inputs,
+            "sequence_parallel": sequence_parallel,
+            "logits": logits,
+            "head": head,
+            "attrs": attrs,
+        }
+        return parallelize_adapted(model, group, lambda plain: parallelize(plain, group, **options))
     group.arrive("parallelize")
     with group.together("making the plan"):
         if any(p.is_meta for p in model.parameters()):
             raise PlanError("the model has parameters on meta, which hold no weights: use autotp.from_pretrained(path)")
+        refuse_quantised(model)
     made, forwards = plan_together(model, group, plan, head, inputs, attrs, sequence_parallel, precision)
     with group.together("checking memory"):
         check_memory(made, group, model)
@@ -118,18 +135,33 @@ def from_pretrained(
     timeout_s: float = 600,
     dtype: torch.dtype | str | None = "auto",
     trust_remote_code: bool = False,
-) -> nn.Module:
+    model_class: Any = None,
+    config: Any = None,
+    ignore_mismatched_sizes: bool = False,
+    output_loading_info: bool = False,
+) -> Any:
     """`parallelize` of a checkpoint, of which each rank reads only its own slices.
 
     On the CPU what is one run of a safetensors file's bytes, in its dtype, stays in the mapped file, as transformers leaves it:
     the files may be replaced or removed while the model lives, but not written over in place or truncated.
+
+    What the checkpoint lacks (the head of another task, say) is drawn as transformers draws it, equal parts of one whole on all
+    ranks, and transformers' report says so.
 
     Args:
         path: a hub id; a directory with config.json and safetensors or `pytorch_model.bin` files, or one that `autotp shard`
             made; a GGUF file, or a directory with one, which is dequantized to `dtype`.
         dtype: of floating-point parameters; "auto" keeps the checkpoint's; None the config's own.
         trust_remote_code: run the model's own code, if it comes with any.
+        model_class: what to build of the weights where it isn't the class that the config names: a class of transformers, or an
+            Auto class.
+        config: in place of the checkpoint's own.
+        ignore_mismatched_sizes: what has another shape in the checkpoint is drawn as well, instead of refused.
+        output_loading_info: return `(model, info)`, with transformers' `missing_keys`, `unexpected_keys` and `mismatched_keys`.
         The others as in `parallelize`.
+
+    Returns:
+        the model, in evaluation mode.
 
     Raises:
         CheckpointError: a file is missing, truncated or does not fit the model.
@@ -142,24 +174,27 @@ def from_pretrained(
     group.arrive("from_pretrained")
     with group.together("reading the checkpoint's headers"):
         source = open_checkpoint(find_checkpoint(path))
-        wanted = find_dtype(source, dtype, trust_remote_code) if group.tp_rank == 0 else None
+        wanted = find_dtype(source, dtype, trust_remote_code, config) if group.tp_rank == 0 else None
     wanted = group.broadcast_object(wanted)
-    check_alike(group, {"library versions": read_versions()})
+    asked_for = repr((model_class, None if config is None else config.to_dict(), ignore_mismatched_sizes))
+    check_alike(group, {"library versions": read_versions(), "class, config or ignore_mismatched_sizes= arguments": asked_for})
     with source:
         with group.together("making the plan"):
-            model = build_empty(source, wanted, trust_remote_code)
+            model = build_empty(source, wanted, trust_remote_code, model_class, config)
             asked = plan != "auto" or head != "auto" or inputs is not None or attrs is not None or sequence_parallel
             kept = None if asked else read_kept_plan(model, source, group.tp_size)
         made, forwards = plan_together(model, group, plan, head, inputs, attrs, sequence_parallel, precision, kept)
-        fill_from_source(model, made, source, group, then=store_weights(model, made))
+        then = store_weights(model, made)
+        info = fill_from_source(model, made, source, group, ignore_mismatched_sizes=ignore_mismatched_sizes, then=then)
     finish_rewrite(model, made, group, logits, forwards)
-    return model.eval()
+    model.eval()
+    return (model, info.to_dict()) if output_loading_info else model
 
 
 def unshard(model: nn.Module) -> nn.Module:
     """The inverse of `parallelize`, in place and collective: plain modules that hold whole weights on every rank.
 
-    Parameter objects survive; gradients, which were of shards, are dropped.
+    Parameter objects survive; gradients, which were of shards, are dropped. Warns of optimizers that hold states of shards.
 
     Raises:
         AutoTPError: the model is not parallelized, or is broken.
@@ -168,9 +203,12 @@ def unshard(model: nn.Module) -> nn.Module:
     if group is None:
         raise PlanError(f"this {type(model).__name__} is not parallelized")
     check_usable(model)
+    refuse_dealt(model.named_parameters(), "unshard", "autotp.save_pretrained writes it whole, and plain transformers loads that")
+    warn_of_states(model)
     group.arrive("unshard")
-    remove_entry(model)
-    unmark_model(model)
+    root = find_root(model)
+    remove_entry(root)
+    unmark_model(root)
     try:
         join_weights(model)
     except BaseException as error:
@@ -181,8 +219,10 @@ def unshard(model: nn.Module) -> nn.Module:
         restore_attributes(module)
         remove_fixes(module)
         remove_forward(module)
+        for note in WATCHED:
+            module.__dict__.pop(note, None)
     for note in ("autotp_plan", "autotp_group", PLACE):
-        model.__dict__.pop(note, None)
+        root.__dict__.pop(note, None)
     return model
 
 
@@ -230,54 +270,6 @@ def plan_together(
 # -- the change ---------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def cut_weights(model: nn.Module, plan: Plan, group: TPGroup) -> None:
-    """Replace data and gradient of every Parameter by this rank's part, on the group's device; one tensor at a time."""
-    source, shards = ModuleSource(model), plan.shards
-    of: dict[int, Any] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in shards:
-            of[id(parameter)] = shards[name]
-    for name, parameter in model.named_parameters():
-        shard = of.get(id(parameter))
-        if shard is not None or parameter.device != group.device:
-            grad, parameter.grad = parameter.grad, None
-            set_data(parameter, source.read(name, shard, group.tp_rank, parameter.dtype, group.device))
-            if grad is not None:
-                parameter.grad = take_part(grad, shard, group.tp_rank, grad.dtype, group.device)
-    place_buffers(model, shards, group.tp_rank, group.device)
-
-
-@torch.no_grad()
-def join_weights(model: nn.Module) -> None:
-    """Give every sharded Parameter its whole data on every rank, and its module its own class."""
-    done: dict[int, tuple[Tensor, Any]] = {}  # a part -> itself, kept alive for its id, and what it became
-    for _, module in list(sharded_modules(model)):
-        for name, shard in module.shards.items():
-            parameter, buffer = module._parameters.get(name), module._buffers.get(name)
-            if parameter is not None and id(parameter) not in done:
-                parameter.grad = None
-                set_data(parameter, module.tp.all_gather(parameter.data, shard))
-                done[id(parameter)] = (parameter, parameter)
-            elif buffer is not None:
-                if id(buffer) not in done:
-                    done[id(buffer)] = (buffer, module.tp.all_gather(buffer, shard))
-                module._buffers[name] = done[id(buffer)][1]
-        make_plain(module)
-    restore_fast_paths(model)
-
-
-def set_data(parameter: nn.Parameter, data: Tensor) -> None:
-    """Give a Parameter data of another shape, where a graph of an earlier forward may still be alive (old weight norm keeps one).
-
-    Such a graph keeps the node that takes the Parameter's gradients, of the shape that it was made for, and later forwards
-    would take it over; a change of dtype makes autograd drop it.
-    """
-    if data.shape != parameter.shape:
-        parameter.data = data.new_empty(0, dtype=torch.float64 if parameter.dtype == torch.float32 else torch.float32)
-    parameter.data = data
-
-
 def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str, forwards: Mapping[str, Forward]) -> None:
     """Swap the modules' forwards, and put hooks, guards and marks in place; the data is cut already."""
     fuse_modules(model, plan)
@@ -287,7 +279,7 @@ def finish_rewrite(model: nn.Module, plan: Plan, group: TPGroup, logits: str, fo
     model.__dict__["autotp_plan"], model.__dict__["autotp_group"] = plan, group
     install_entry(model, group, plan.head, plan.loss, logits)
     model.__dict__["autotp_entry"].handles += watch_owners(model) + watch_attentions(model, group, find_values(plan))
-    install_guards(save=save_pretrained)
+    install_guards(save=save_pretrained, resize=resize_embeddings)
     install_generation()
     mark_model(model, group)
     index_parameters(model)

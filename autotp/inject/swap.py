@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..comm import TPGroup
 from ..errors import PlanError
+from ..layers.adapter_parts import SummedPart
 from ..layers.attention import disable_fast_paths, rewrite_attention
 from ..layers.base import TensorParallel_Layer, insert_class, plain_class
 from ..layers.conv import CONVOLUTIONS, ConvAllreduce, ConvLayer, ConvPartial, ParallelConv, rewrite_conv, set_conv_sizes
@@ -78,7 +79,10 @@ LINEAR_STATE = (
     "scaling",
     "columns",
     "keep_sharded",
+    "ran",
     "tokens",
+    "always",
+    "row",
     *OPTIONS,
 )
 
@@ -307,7 +311,7 @@ def make_plain(module: Any) -> None:
     weight = module.shards.get("weight")
     if weight is not None:
         set_sizes(module, weight.shape)
-    linear = isinstance(module, ParallelLinear | VocabParallelHead | EnteringLinear | ParallelConv)
+    linear = isinstance(module, ParallelLinear | VocabParallelHead | EnteringLinear | ParallelConv | SummedPart)
     for key in STATE + LINEAR_STATE if linear else STATE:
         module.__dict__.pop(key, None)
     while isinstance(module, TensorParallel_Layer):  # a layer inside a region was inserted first

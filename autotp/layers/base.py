@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
@@ -21,7 +22,7 @@ from ..shard import Shard
 
 # The one global: Parameter -> the module that holds it, for callers that hand over bare parameter lists. Keyed by id,
 # since Parameters compare elementwise; refilled from the modules by `index_parameters`.
-_holder_of: dict[int, tuple[weakref.ref, weakref.ref, str]] = {}
+_holder_of: dict[int, tuple[Callable[[], Any], weakref.ref, str]] = {}
 
 
 class TensorParallel_Layer(nn.Module):
@@ -42,17 +43,25 @@ class TensorParallel_Layer(nn.Module):
     accumulate_into_main_grad: Any = False
 
     def extra_repr(self) -> str:
-        full = ", ".join(f"{name} {list(shard.shape)}" for name, shard in self.shards.items())
+        rank = self.tp.tp_rank
+        parts = [f"{name} {list(shard.local_shape(rank))} of {list(shard.shape)}" for name, shard in self.shards.items()]
         own = super().extra_repr()
-        return f"{own}{', ' if own else ''}tp={self.tp.tp_rank}/{self.tp.tp_size}, full: {full or 'nothing split'}"
+        return ", ".join([*([own] if own else []), f"tp={rank}/{self.tp.tp_size}", *(parts or ["nothing split"])])
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         """Takes full tensors as well as this rank's own; a full one is split first."""
         for name, shard in self.shards.items():
             value = state_dict.get(prefix + name)
             own = getattr(self, name, None)
+            if isinstance(own, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+                raise AutoTPError(
+                    f"'{prefix}{name}' is sharded further by FSDP2, whose load_state_dict takes DTensors: give whole weights to "
+                    f"autotp.load_full_state_dict(model, state_dict)"
+                )
             if value is not None and own is not None and tuple(value.shape) == shard.shape != tuple(own.shape):
                 state_dict[prefix + name] = shard.split(value, self.tp.tp_rank).clone()
+            elif value is not None and own is not None and own.shape != value.shape:
+                args[-1].append(f"{prefix}{name}: give the whole tensor {shard.shape}, or this rank's part {tuple(own.shape)}.")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -125,9 +134,19 @@ def index_parameters(model: nn.Module) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                _holder_of[id(parameter)] = (weakref.ref(parameter), root, name)
-                if isinstance(module, TensorParallel_Layer):
-                    _holder_of[id(parameter)] = (weakref.ref(parameter), weakref.ref(module), name)
+                holder = weakref.ref(module)
+                ours = holder if isinstance(module, TensorParallel_Layer) else root
+                _holder_of[id(parameter)] = (_refer_to(parameter, holder, name), ours, name)
+
+
+def _refer_to(parameter: Tensor, holder: weakref.ref, name: str) -> Callable[[], Any]:
+    """A reference that keeps nothing alive; by its place for a DTensor, which torch converts only while nothing refers to it."""
+    return functools.partial(_read_parameter, holder, name) if isinstance(parameter, DTensor) else weakref.ref(parameter)
+
+
+def _read_parameter(holder: weakref.ref, name: str) -> Any:
+    module = holder()
+    return None if module is None else module._parameters.get(name)
 
 
 def holder_of(parameter: Tensor) -> tuple[nn.Module, str] | None:
@@ -140,7 +159,8 @@ def holder_of(parameter: Tensor) -> tuple[nn.Module, str] | None:
         return None
     alive, module, name = entry[0](), entry[1](), entry[2]
     if alive is not parameter or module is None:
-        del _holder_of[id(parameter)]
+        if not isinstance(alive, nn.Parameter):  # while FSDP2 gathers a parameter, another stands in its place
+            del _holder_of[id(parameter)]
         return None
     return module, name
 

@@ -2,22 +2,35 @@
 
 Each element of a full gradient is counted once: a shard where this rank owns it (`Shard.owned`: copied kv heads count at
 their lowest holder), a parameter that every rank holds whole on rank 0 only. One small all-reduce per TPGroup brings the
-ranks' norms together; nothing is read back to the host unless `error_if_nonfinite` asks for it, as in torch.
+ranks' norms together, and one gather per data axis where FSDP2 deals the shards further; nothing is read back to the host unless
+`error_if_nonfinite` asks for it, as in torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..comm import TPGroup
 from ..errors import AutoTPError
 from ..shard import Shard
 from .base import TensorParallel_Layer, find_group, holder_of
+from .fully import combine_norm, find_part
 
-Gradients = dict[TPGroup | None, list[Tensor]]  # what this rank counts for each group; None: parameters of no group
+
+class _Counted:
+    """What this rank counts of the gradients that are spread over one group, or none, and one data mesh, or none."""
+
+    def __init__(self, like: DTensor | None) -> None:
+        self.like = like
+        self.grads: list[Tensor] = []
+
+
+Gradients = dict[tuple[TPGroup | None, object], _Counted]
 Owned = list[tuple[int, Tensor]] | None  # per dim, the indices of a local part that its rank owns; None: nothing
 
 
@@ -44,8 +57,19 @@ def clip_grad_norm_(
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     total = grad_norm(params, norm_type, error_if_nonfinite, foreach)
-    torch.nn.utils.clip_grads_with_norm_(params, max_norm, total, foreach)
+    scaled: Any = [_Scaled(_to_local(p.grad)) for p in params if p.grad is not None]
+    torch.nn.utils.clip_grads_with_norm_(scaled, max_norm, total, foreach)
     return total
+
+
+class _Scaled(NamedTuple):
+    """What torch scales the gradient of: a chunk of FSDP2's and a plain shard go into one list."""
+
+    grad: Tensor
+
+
+def _to_local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 @torch.no_grad()
@@ -74,10 +98,12 @@ def grad_norm(
     for param in params:
         dtype = dtype if param.grad is None else torch.promote_types(dtype, param.grad.dtype)
     norms = []
-    for group, grads in counted.items():
+    for (group, _), each in counted.items():
         if first is None and group is not None:
             first = group.device
-        local = _norm_of(grads, norm_type, foreach, first).double()
+        local = _norm_of(each.grads, norm_type, foreach, first).double()
+        if each.like is not None:
+            local = combine_norm(local, each.like, norm_type)
         if group is not None and group.tp_size > 1:  # norms, not powers: no overflow, and inf needs no other path
             every = local.new_zeros(group.tp_size)
             every[group.tp_rank] = local
@@ -118,12 +144,14 @@ def _place(param: Tensor, roots: dict[nn.Module, TPGroup | None]) -> tuple[TPGro
 
 
 def _collect_gradients(params: list[Tensor]) -> Gradients:
-    """What this rank counts, by group. A group is listed even if this rank counts nothing: it takes part in the sum."""
+    """What this rank counts, by group and data mesh. One is listed even if this rank counts nothing: it takes part in the sum."""
     counted: Gradients = {}
     roots: dict[nn.Module, TPGroup | None] = {}
     for param in params:
         group, layer, name = _place(param, roots)
-        grads = counted.setdefault(group, [])
+        like = param if isinstance(param, DTensor) else None
+        key = (group, None if like is None else (like.device_mesh, like.placements))
+        grads = counted.setdefault(key, _Counted(like)).grads
         grad = param.grad
         if grad is None:
             continue
@@ -132,14 +160,15 @@ def _collect_gradients(params: list[Tensor]) -> Gradients:
         elif group is not None and group.tp_rank != 0:
             continue
         if grad is not None:
-            grads.append(grad)
+            grads.append(_to_local(grad))
     return counted
 
 
 def _take_owned(grad: Tensor, layer: TensorParallel_Layer, name: str) -> Tensor | None:
     """The part of a shard's gradient that this rank owns; None if it owns nothing. The indices are kept on the layer."""
-    cache: dict[tuple[str, torch.device], tuple[Shard, Owned]] = layer.__dict__.setdefault("owned_indices", {})
-    shard, rank = layer.shards[name], layer.tp.tp_rank
+    cache: dict[tuple[str, torch.device], tuple[Shard | None, Owned]] = layer.__dict__.setdefault("owned_indices", {})
+    grad, shard, rank = find_part(grad, layer.shards[name], layer.tp)
+    assert shard is not None
     entry = cache.get((name, grad.device))
     if entry is None or entry[0] is not shard:
         owned: Owned = [(dim, mask.nonzero().flatten().to(grad.device)) for dim, mask in shard.owned(rank)]

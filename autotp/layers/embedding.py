@@ -102,6 +102,13 @@ class VocabParallelEmbedding(TensorParallel_Layer, nn.Embedding):
     decoding, where its row is NaN.
     """
 
+    def _fill_padding_idx_with_zero(self) -> None:  # nn.Embedding's reset_parameters would clear a row by its place here
+        if self.padding_idx is not None:
+            start, stop = vocab_range(self.shards["weight"], self.tp.tp_rank, self.full_name)
+            if start <= self.padding_idx < stop:
+                with torch.no_grad():
+                    self.weight[self.padding_idx - start].fill_(0)
+
     def forward(self, input: Tensor) -> Tensor:
         weight, shard = read_local_weight(self), self.shards["weight"]
         start, stop = vocab_range(shard, self.tp.tp_rank, self.full_name)
@@ -145,12 +152,15 @@ class VocabParallelHead(TensorParallel_Layer, nn.Linear):
     Attributes:
         keep_sharded: set by entry.py for a forward whose loss works on this rank's columns alone.
         reduce_dtype: dtype in which `dx` is summed; None for its own.
+        ran: set by every forward, for entry.py.
     """
 
     keep_sharded = False
     reduce_dtype = None
+    ran = False
 
     def forward(self, input: Tensor) -> Tensor:
+        self.ran = True
         entered = copy_to_group(input, self.tp, self.reduce_dtype)
         logits = few_rows.linear(entered, read_local_weight(self), self.bias)
         return logits if self.keep_sharded else gather_columns(logits, self.shards["weight"], 0, self.tp)

@@ -53,6 +53,15 @@ class EntryState:
         self.meshes: set[tuple[int, ...]] = set()
         self.handles: list[Any] = []
 
+    def find_head(self, model: nn.Module) -> VocabParallelHead | None:
+        """The model's head, if it is split."""
+        head = None if self.head_name is None else model.get_submodule(self.head_name)
+        return head if isinstance(head, VocabParallelHead) and self.group.tp_size > 1 else None
+
+    def find_labels(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The `labels` that a forward was given, or None."""
+        return kwargs.get("labels", args[self.labels_at] if 0 <= self.labels_at < len(args) else None)
+
 
 class ShardedLoss:
     """Stands for ForCausalLMLoss: the same number from this rank's columns; whole logits go to the model's own loss.
@@ -123,13 +132,16 @@ def enter_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None
             index_parameters(model)
     if state.batch is not None:
         state.batch.start(args, kwargs)
-    labels = kwargs.get("labels", args[state.labels_at] if 0 <= state.labels_at < len(args) else None)
+    if state.find_labels(args, kwargs) is None and state.logits != "sharded":
+        return
+    head = state.find_head(model)
+    if head is None:
+        return
+    head.ran = False
     # Only while the model's loss is still ours: one that was set later needs whole logits.
     ours = state.loss is not None and model.__dict__.get("_loss_function") is state.loss
-    if model.training and ours and (labels is not None or state.logits == "sharded"):
-        head = model.get_submodule(state.head_name or "")
-        if isinstance(head, VocabParallelHead):
-            head.keep_sharded, state.active = True, head
+    if model.training and ours:
+        head.keep_sharded, state.active = True, head
 
 
 def asks_for(option: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -160,6 +172,8 @@ def exit_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: 
     state: EntryState = model.__dict__["autotp_entry"]
     head, seen = state.active, state.seen
     leave_sharded(state)
+    if output is not None and not torch.compiler.is_compiling():
+        refuse_bypassed_head(model, state, args, kwargs)
     if head is None or seen is None or output is None or state.logits == "sharded":
         return None
     whole = gather_columns(seen, head.shards["weight"], 0, state.group) if state.logits == "full" else None
@@ -168,6 +182,21 @@ def exit_forward(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: 
     if isinstance(output, dict):  # a ModelOutput, made anew because its dict side can't drop a key
         return type(output)(**{name: whole if value is seen else value for name, value in output.items()})
     return None
+
+
+def refuse_bypassed_head(model: nn.Module, state: EntryState, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise if a forward with labels did not run the split head: its loss took one rank's rows for the whole vocabulary.
+
+    Raises:
+        AutoTPError: naming the head.
+    """
+    head = None if state.find_labels(args, kwargs) is None else state.find_head(model)
+    if head is not None and not head.ran:
+        raise AutoTPError(
+            f"the forward was given labels, but {state.head_name} did not run: a fused loss that reads its weight itself "
+            f"sees {list(head.weight.shape)} of {list(head.shards['weight'].shape)} on TP rank {state.group.tp_rank}. "
+            f"Pass head='whole' to parallelize or from_pretrained, so that every rank holds all of it, or switch that loss off."
+        )
 
 
 def leave_sharded(state: EntryState) -> None:

@@ -27,6 +27,7 @@ from ..comm import TPGroup
 from ..errors import GatherError
 from ..shard import Shard
 from .base import TensorParallel_Layer, check_usable, holder_of, sharded_modules
+from .fully import refuse_dealt
 from .stream import (
     check_same_names,
     find_tied_names,
@@ -86,6 +87,7 @@ class GatherReplacedLayerParams:
     Raises:
         GatherError: nothing was given for a module that has sharded parameters; a rank did not come, or gave other
             parameters; ranks changed a tensor differently, or gave it another shape, or changed it at all where it is read only.
+        AutoTPError: FSDP2 shards them further.
     """
 
     def __init__(
@@ -102,6 +104,12 @@ class GatherReplacedLayerParams:
         for param in self._params:
             if not isinstance(param, Tensor):
                 raise GatherError(f"expected parameters, got {type(param).__name__}: pass module.parameters(), say")
+        names = {id(tensor): name for name, tensor in module.named_parameters()}
+        refuse_dealt(
+            ((names.get(id(param), "a parameter"), param) for param in self._params),
+            "GatherReplacedLayerParams",
+            "read whole weights with autotp.full_state_dict(model), write them with autotp.load_full_state_dict",
+        )
         if not self._params and any(layer.shards for _, layer in sharded_modules(module)):
             raise GatherError(
                 f"no parameters were given for {type(module).__name__}, which has sharded parameters, so nothing would be "

@@ -7,6 +7,8 @@
 | `Optimizer.step` (a pre-hook) | whole-matrix optimizers train another model; old state has the wrong shape |
 | `torch.utils.checkpoint`'s two kinds (in recompute.py) | a part of a dealt layer runs again without knowing its rows |
 | `DistributedDataParallel`, FSDP 1 and 2 | rank 0's shards are copied over the others', or their gradients averaged |
+| `torch.distributed.checkpoint.save` | one TP rank's shard is kept for all |
+| parametrizations, pruning, old weight and spectral norm | each rank takes norms and ranks of its part alone; saved in parts |
 
 What is wrapped in transformers and accelerate is in `integrations.py`. A reference such as
 `from torch.nn.utils import clip_grad_norm_` taken before `install_guards` ran can't be caught: call `autotp.clip_grad_norm_`.
@@ -15,8 +17,9 @@ What is wrapped in transformers and accelerate is in `integrations.py`. A refere
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,22 +28,25 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..comm import TPGroup, ranks_of
 from ..errors import AutoTPError
-from .base import _holder_of, sharded_modules
+from .base import TensorParallel_Layer, _holder_of, holder_of, index_parameters, sharded_modules
 from .clip import clip_grad_norm_, grad_norm, groups_of
-from .integrations import Save, install_integrations, replace
+from .initialize import install_initialize
+from .integrations import Resize, Save, install_integrations, replace
 from .optimizers import check_optimizer
 from .recompute import install_recompute
+from .save_guard import install_save_guard
 
 _installed = False
 _checked: weakref.WeakSet = weakref.WeakSet()  # optimizers that hold shards and were found fit
 
 
-def install_guards(save: Save | None = None) -> None:
+def install_guards(save: Save | None = None, resize: Resize | None = None) -> None:
     """Wrap what is listed above and in `integrations.py`, once for the process.
 
     Args:
         save: the function that writes a parallelized model (`checkpoint.save.save_pretrained`), used where a model's own
             `save_pretrained` is called; without it that raises.
+        resize: the function that resizes its embeddings (`inject.resize.resize_embeddings`); without it that raises.
     """
     global _installed
     if _installed:
@@ -51,7 +57,10 @@ def install_guards(save: Save | None = None) -> None:
     register_optimizer_step_pre_hook(_check_step)
     _wrap_data_parallel()
     install_recompute()
-    install_integrations(save)
+    _wrap_reparametrizations()
+    install_save_guard(replace)
+    install_initialize(replace)
+    install_integrations(save, resize)
 
 
 def mark_model(model: nn.Module, group: TPGroup) -> None:
@@ -134,9 +143,59 @@ def _share_found_inf(found: dict[torch.device, Tensor], group: TPGroup) -> None:
         value.copy_(seen.reshape(value.shape))
 
 
+def warn_of_states(model: nn.Module) -> None:
+    """Warn of each optimizer that took steps with shards of `model`, which are about to become whole."""
+    parameters = {id(parameter) for _, layer in sharded_modules(model) for parameter in layer._parameters.values()}
+    for optimizer in list(_checked):
+        if any(id(parameter) in parameters and state for parameter, state in optimizer.state.items()):
+            _checked.discard(optimizer)
+            warnings.warn(
+                f"{type(optimizer).__name__} holds states of this rank's shards of {type(model).__name__}, whose parameters are "
+                f"whole again: make a new optimizer. autotp.TrainingState, saved before, carries its states over",
+                stacklevel=3,
+            )
+
+
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _checked and check_optimizer(optimizer):
         _checked.add(optimizer)
+
+
+# -- weights computed from others ---------------------------------------------------------------------------------------
+
+
+def _wrap_reparametrizations() -> None:
+    def wrap(original: Callable) -> Callable:
+        signature = inspect.signature(original)
+
+        def register(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            _refuse_computed(given["module"], given.get("tensor_name") or given.get("name"))
+            return original(*args, **kwargs)
+
+        return register
+
+    import torch.nn.utils.prune as prune
+    from torch.nn.utils.spectral_norm import SpectralNorm
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    replace(torch.nn.utils.parametrize, "register_parametrization", wrap)
+    for owner in (WeightNorm, SpectralNorm):
+        owner.apply = staticmethod(wrap(owner.apply))  # type: ignore[method-assign]
+    prune_apply = prune.BasePruningMethod.apply.__func__  # type: ignore[attr-defined]
+    prune.BasePruningMethod.apply = classmethod(wrap(prune_apply))  # type: ignore[assignment]
+
+
+def _refuse_computed(module: nn.Module, name: Any) -> None:
+    tp = module.__dict__.get("tp")
+    shard = module.shards.get(name) if isinstance(module, TensorParallel_Layer) else None
+    if shard is not None and tp is not None and not shard.is_whole:
+        where = module.__dict__.get("full_name") or type(module).__name__
+        raise AutoTPError(
+            f"'{where}.{name}' is a shard of {shard.shape}, this rank's {shard.local_shape(tp.tp_rank)}: what is computed "
+            f"from it here would be of this part alone, and saved so. Do it to the model before parallelize, which "
+            f"splits weights together with what they are computed from."
+        )
 
 
 # -- data parallelism ---------------------------------------------------------------------------------------------------
@@ -149,16 +208,50 @@ def check_data_group(modules: Iterable[nn.Module], group: Any, wrapper: str) -> 
         AutoTPError: naming the ranks.
     """
     for module in modules:
+        layer = next(_layers_of(module), None)
+        both = sorted(set(ranks_of(group)) & set(layer.tp.ranks)) if layer is not None else []
+        if layer is not None and len(both) > 1:
+            where = layer.__dict__.get("full_name") or type(layer).__name__
+            raise AutoTPError(
+                f"{wrapper} over ranks {list(ranks_of(group))} would treat ranks {both} as copies of one model, but they hold "
+                f"different shards of it ('{where}'). Give it the process group of the data axis only (mesh['dp'].get_group()). "
+                f"With accelerate, pass ParallelismConfig(tp_size={layer.tp.tp_size})."
+            )
+
+
+def _layers_of(module: nn.Module) -> Iterator[TensorParallel_Layer]:
+    """The rewritten modules below `module`, and those whose parameters it holds (torch's `replicate` wraps a bare list)."""
+    yield from (layer for _, layer in sharded_modules(module))
+    for parameter in module.parameters():
+        held = holder_of(parameter)
+        if held is not None and isinstance(held[0], TensorParallel_Layer):
+            yield held[0]
+
+
+def _refuse_flattening(module: nn.Module) -> None:
+    if any(layer.tp.tp_size > 1 for _, layer in sharded_modules(module)):
+        raise AutoTPError(
+            f"FullyShardedDataParallel makes flat chunks of {type(module).__name__}'s shards, of which no norm or checkpoint can "
+            f"be told: use FSDP2, torch.distributed.fsdp.fully_shard(model, mesh=mesh['dp'])"
+        )
+
+
+def _refuse_main_grad(modules: Iterable[nn.Module], wrapper: str) -> None:
+    for module in modules:
         for name, layer in sharded_modules(module):
-            both = sorted(set(ranks_of(group)) & set(layer.tp.ranks))
-            if len(both) > 1:
-                where = layer.__dict__.get("full_name") or name
+            if layer.accumulate_into_main_grad:
                 raise AutoTPError(
-                    f"{wrapper} over ranks {list(ranks_of(group))} would treat ranks {both} as copies of one model, but they "
-                    f"hold different shards of it ('{where}'). Give it the process group of the data axis only "
-                    f"(mesh['dp'].get_group()). With accelerate, pass ParallelismConfig(tp_size={layer.tp.tp_size})."
+                    f"{wrapper} averages `.grad`, and the gradients of '{layer.__dict__.get('full_name') or name}' go into "
+                    f"main_grad, which it does not know: call autotp.enable_main_grad(model, False) first"
                 )
-            break
+
+
+def let_go_of_laid(module: nn.Module) -> None:
+    """Free the allocations in which weights lay side by side, once they are others."""
+    for _, layer in sharded_modules(module):
+        siblings = layer.__dict__.get("siblings")
+        if siblings is not None:
+            siblings.find_laid()
 
 
 def _wrap_data_parallel() -> None:
@@ -166,6 +259,7 @@ def _wrap_data_parallel() -> None:
         signature = inspect.signature(original)
 
         def init(self, module, *args: Any, **kwargs: Any) -> None:
+            _refuse_main_grad([module], "DistributedDataParallel")
             given = signature.bind(self, module, *args, **kwargs).arguments
             check_data_group([module], given.get("process_group") or given.get("device_mesh"), "DistributedDataParallel")
             original(self, module, *args, **kwargs)
@@ -175,6 +269,7 @@ def _wrap_data_parallel() -> None:
     def wrap_fsdp(original: Callable) -> Callable:
         def init(self, module, process_group=None, *args: Any, **kwargs: Any) -> None:
             check_data_group([module], process_group or kwargs.get("device_mesh"), "FullyShardedDataParallel")
+            _refuse_flattening(module)
             original(self, module, process_group, *args, **kwargs)
 
         return init
@@ -182,7 +277,11 @@ def _wrap_data_parallel() -> None:
     def wrap_fsdp2(original: Callable) -> Callable:
         def init(self, params, modules, mesh_info, *args: Any, **kwargs: Any) -> None:
             check_data_group(modules, mesh_info.mesh, "fully_shard")
+            _refuse_main_grad(modules, "fully_shard")
             original(self, params, modules, mesh_info, *args, **kwargs)
+            for module in modules:
+                index_parameters(module)
+                let_go_of_laid(module)
 
         return init
 

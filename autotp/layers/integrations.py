@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,31 +21,50 @@ from torch import nn
 
 from ..comm import TPGroup
 from ..errors import AutoTPError, CheckpointError
-from .base import find_group
+from . import data_axis
+from .base import sharded_modules
+from .data_axis import count_copies, find_prepared, find_spread
+from .fused_head import wrap_trl
+from .peft_wraps import install_peft
 from .stream import full_state_dict, map_sharded
 
 Save = Callable[..., None]  # save(model, directory, max_shard_size=..., is_main_process=...)
+Resize = Callable[..., nn.Module]  # resize(transformers' method, model, its arguments...)
 
 
-def install_integrations(save: Save | None) -> None:
-    """Wrap transformers' and accelerate's entry points; `save` writes a parallelized model."""
-    from accelerate import Accelerator, ParallelismConfig
+def install_integrations(save: Save | None, resize: Resize | None = None) -> None:
+    """Wrap transformers' and accelerate's entry points; `save` writes a parallelized model, `resize` resizes its embeddings."""
+    from accelerate import Accelerator
     from transformers.generation import GenerationMixin
     from transformers.modeling_utils import PreTrainedModel
     from transformers.trainer import Trainer
 
     replace(PreTrainedModel, "save_pretrained", functools.partial(_wrap_save_pretrained, save))
     replace(PreTrainedModel, "push_to_hub", _wrap_push_to_hub)
+    replace(PreTrainedModel, "resize_token_embeddings", functools.partial(_wrap_resize, resize))
+    replace(PreTrainedModel, "num_parameters", _wrap_num_parameters)
     replace(GenerationMixin, "_get_static_cache_init_shape", _wrap_static_cache_shape)
     replace(Trainer, "_build_accelerator_args", _wrap_accelerator_args)
     replace(Trainer, "save_model", _wrap_trainer_save)
     replace(Trainer, "_save_optimizer_and_scheduler", _wrap_trainer_save_optimizer)
     replace(Trainer, "_load_optimizer_and_scheduler", _wrap_trainer_load_optimizer)
-    replace(ParallelismConfig, "_validate_accelerator", _wrap_validate_accelerator)
     replace(Accelerator, "get_state_dict", _wrap_get_state_dict)
-    replace(Accelerator, "prepare_model", _wrap_prepare_model)
+    replace(Accelerator, "prepare", data_axis.wrap_prepare)
+    replace(Accelerator, "_prepare_tp", data_axis.wrap_prepare_tp)
+    replace(Accelerator, "prepare_model", data_axis.wrap_prepare_model)
+    replace(Accelerator, "prepare_data_loader", data_axis.wrap_prepare_loader)
+    replace(Accelerator, "gather", data_axis.wrap_gather)
+    replace(Accelerator, "gather_for_metrics", data_axis.wrap_gather_for_metrics)
     replace(Accelerator, "save_state", _wrap_save_state)
     replace(Accelerator, "load_state", _wrap_load_state)
+    install_peft(replace)
+
+
+def install_on_cpus() -> None:
+    """Let an Accelerator on CPUs have a tp axis; before there is a model, since scripts make their Accelerator first."""
+    from accelerate import ParallelismConfig
+
+    replace(ParallelismConfig, "_validate_accelerator", data_axis.wrap_validate)
 
 
 def replace(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
@@ -54,12 +74,6 @@ def replace(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None
         setattr(owner, name, functools.wraps(original)(make(original)))
 
 
-def _find_ours(model: Any) -> TPGroup | None:
-    """The group of a model that is spread over several ranks; None for any other."""
-    group = find_group(model) if isinstance(model, nn.Module) else None
-    return group if group is not None and group.tp_size > 1 else None
-
-
 # -- transformers: saving -----------------------------------------------------------------------------------------------
 
 
@@ -67,7 +81,7 @@ def _wrap_save_pretrained(save: Save | None, original: Callable) -> Callable:
     def save_pretrained(
         self, save_directory, is_main_process=True, state_dict=None, push_to_hub=False, max_shard_size="50GB", **kwargs: Any
     ) -> None:
-        group = _find_ours(self)
+        group = find_spread(self)
         if group is None:
             return original(self, save_directory, is_main_process, state_dict, push_to_hub, max_shard_size, **kwargs)
         if kwargs.get("distributed_checkpoint"):
@@ -75,7 +89,8 @@ def _wrap_save_pretrained(save: Save | None, original: Callable) -> Callable:
                 "distributed_checkpoint=True is not built for a parallelized model: leave it out to save it whole"
             )
         extra = {key for key, value in kwargs.items() if value is not None} - {"save_function", "safe_serialization"}
-        if save is not None and state_dict is None and not push_to_hub and not extra:
+        adapters = getattr(self, "_hf_peft_config_loaded", False)  # transformers then writes those alone
+        if save is not None and state_dict is None and not push_to_hub and not extra and not adapters:
             return save(self, save_directory, max_shard_size=max_shard_size, is_main_process=is_main_process)
         if state_dict is None:
             state_dict = full_state_dict(self)
@@ -102,7 +117,7 @@ def _refuse_shards(model: nn.Module, state_dict: dict[str, Any]) -> None:
 
 def _wrap_push_to_hub(original: Callable) -> Callable:
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        group = _find_ours(self)
+        group = find_spread(self)
         if group is None or group.tp_rank == 0:
             return original(self, *args, **kwargs)  # saves once, through `save_pretrained`
         with tempfile.TemporaryDirectory() as nowhere:
@@ -111,10 +126,38 @@ def _wrap_push_to_hub(original: Callable) -> Callable:
     return push_to_hub
 
 
+def _wrap_resize(resize: Resize | None, original: Callable) -> Callable:
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        if find_spread(self) is None or not (args or kwargs):
+            return original(self, *args, **kwargs)
+        if resize is None or "autotp_plan" not in self.__dict__:
+            raise AutoTPError(f"resize_token_embeddings of a part of a model that is parallelized: call it of the whole model, "
+                              f"or of the {type(self).__name__} before parallelize")  # fmt: skip
+        return resize(original, self, *args, **kwargs)
+
+    return resize_token_embeddings
+
+
+def _wrap_num_parameters(original: Callable) -> Callable:
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Of the unsharded model."""
+        elsewhere, seen = 0, set()
+        for _, layer in sharded_modules(self):
+            for name, shard in layer.shards.items():
+                parameter = layer._parameters.get(name)
+                counted = parameter is not None and id(parameter) not in seen and (parameter.requires_grad or not only_trainable)
+                if parameter is not None and counted and not (exclude_embeddings and isinstance(layer, nn.Embedding)):
+                    elsewhere += prod(shard.shape) - parameter.numel()
+                seen.add(id(parameter))
+        return original(self, only_trainable, exclude_embeddings) + elsewhere
+
+    return num_parameters
+
+
 def _wrap_static_cache_shape(original: Callable) -> Callable:
     def get_static_cache_init_shape(self) -> Any:
         # The first call's keys say it exactly; transformers would divide heads that may be copied or left whole.
-        return None if _find_ours(self) is not None else original(self)
+        return None if find_spread(self) is not None else original(self)
 
     return get_static_cache_init_shape
 
@@ -123,12 +166,12 @@ def _wrap_static_cache_shape(original: Callable) -> Callable:
 
 
 @contextmanager
-def _lent_config(model: nn.Module):
+def _lent_config(model: nn.Module, copies: int):
     """transformers reads the data-parallel size off the config; configs are shared and saved, so it is there only here."""
     config = model.config
     lent = "distributed_config" not in config.__dict__
     if lent:
-        object.__setattr__(config, "distributed_config", SimpleNamespace(dp_size=1, dp_replicate_size=1))
+        object.__setattr__(config, "distributed_config", SimpleNamespace(dp_size=copies, dp_replicate_size=1))
     try:
         yield
     finally:
@@ -138,16 +181,11 @@ def _lent_config(model: nn.Module):
 
 def _wrap_accelerator_args(original: Callable) -> Callable:
     def build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        group = _find_ours(self.model)
+        group = find_spread(self.model)
         if group is None:
             return original(self, **kwargs)
-        if self.args.world_size != group.tp_size:
-            raise AutoTPError(
-                f"Trainer runs on {self.args.world_size} ranks and the model on {group.tp_size} of them; Trainer would not "
-                f"average the gradients of a data-parallel axis beside plain shards. Use as many ranks as the model has, or a "
-                f"loop of your own with DistributedDataParallel over mesh['dp']."
-            )
-        with _lent_config(self.model):
+        wrap_trl()  # whose trainers are Trainers: they are imported by now
+        with _lent_config(self.model, count_copies(group, self.args.world_size, "Trainer")):
             return original(self, **kwargs)
 
     return build_accelerator_args
@@ -157,7 +195,7 @@ def _wrap_trainer_save(original: Callable) -> Callable:
     def save_model(self, output_dir=None, _internal_call=False) -> None:
         original(self, output_dir, _internal_call)
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        if _find_ours(model) is not None and not self.args.should_save:  # a rank that does not write still takes part
+        if find_spread(model) is not None and not self.args.should_save:  # a rank that does not write still takes part
             model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)
 
     return save_model
@@ -166,7 +204,7 @@ def _wrap_trainer_save(original: Callable) -> Callable:
 def _wrap_trainer_save_optimizer(original: Callable) -> Callable:
     def save_optimizer_and_scheduler(self, output_dir) -> None:
         original(self, output_dir)
-        _save_rank_state(_find_ours(self.model), [self.optimizer], output_dir)
+        _save_rank_state(find_spread(self.model), [self.optimizer], output_dir, self.args.process_index)
 
     return save_optimizer_and_scheduler
 
@@ -175,7 +213,7 @@ def _wrap_trainer_load_optimizer(original: Callable) -> Callable:
     def load_optimizer_and_scheduler(self, checkpoint) -> None:
         original(self, checkpoint)
         if checkpoint is not None:
-            _load_rank_state(_find_ours(self.model), [self.optimizer], checkpoint)
+            _load_rank_state(find_spread(self.model), [self.optimizer], checkpoint)
 
     return load_optimizer_and_scheduler
 
@@ -183,46 +221,19 @@ def _wrap_trainer_load_optimizer(original: Callable) -> Callable:
 # -- accelerate ---------------------------------------------------------------------------------------------------------
 
 
-def _wrap_validate_accelerator(original: Callable) -> Callable:
-    def validate_accelerator(self, accelerator) -> None:
-        from accelerate.utils import DistributedType
-
-        # accelerate refuses every parallelism on CPUs, for FSDP's sake; a tp axis alone gives all ranks the same batch.
-        only_tp = 1 < self.tp_size == self.total_size == accelerator.num_processes
-        if not (only_tp and accelerator.distributed_type == DistributedType.MULTI_CPU):
-            original(self, accelerator)
-
-    return validate_accelerator
-
-
 def _wrap_get_state_dict(original: Callable) -> Callable:
     def get_state_dict(self, model, unwrap=True) -> Any:
-        if _find_ours(model) is None:
+        if find_spread(model) is None:
             return original(self, model, unwrap)
         return full_state_dict(self.unwrap_model(model) if unwrap else model)
 
     return get_state_dict
 
 
-def _wrap_prepare_model(original: Callable) -> Callable:
-    def prepare_model(self, model, *args: Any, **kwargs: Any) -> Any:
-        group = _find_ours(model)
-        config = self.parallelism_config
-        if group is not None and config is not None and config.tp_enabled and self.num_processes != group.tp_size:
-            raise AutoTPError(
-                f"accelerate runs on {self.num_processes} ranks and the model on {group.tp_size} of them {list(group.ranks)}: "
-                f"it would not average the gradients of a data-parallel axis beside tp. Wrap the model in "
-                f"DistributedDataParallel over mesh['dp'] yourself, or use as many ranks as the model has."
-            )
-        return original(self, model, *args, **kwargs)
-
-    return prepare_model
-
-
 def _wrap_save_state(original: Callable) -> Callable:
     def save_state(self, output_dir=None, *args: Any, **kwargs: Any) -> Any:
         where = original(self, output_dir, *args, **kwargs)
-        _save_rank_state(_group_of(self), self._optimizers, where if where is not None else output_dir)
+        _save_rank_state(find_prepared(self), self._optimizers, where if where is not None else output_dir, self.process_index)
         return where
 
     return save_state
@@ -230,17 +241,13 @@ def _wrap_save_state(original: Callable) -> Callable:
 
 def _wrap_load_state(original: Callable) -> Callable:
     def load_state(self, input_dir=None, *args: Any, **kwargs: Any) -> None:
-        group = _group_of(self)
+        group = find_prepared(self)
         if group is not None and input_dir is None:
             raise AutoTPError("load_state needs the directory's name for a parallelized model: pass input_dir")
         original(self, input_dir, *args, **kwargs)
         _load_rank_state(group, self._optimizers, input_dir)
 
     return load_state
-
-
-def _group_of(accelerator: Any) -> TPGroup | None:
-    return next((group for model in accelerator._models if (group := _find_ours(model)) is not None), None)
 
 
 # -- optimizer state, which is each rank's own --------------------------------------------------------------------------
@@ -250,8 +257,9 @@ def _rank_file(directory: str | os.PathLike, index: int, group: TPGroup) -> str:
     return os.path.join(directory, f"optimizer_{index}.tp{group.tp_rank}-of-{group.tp_size}.pt")
 
 
-def _save_rank_state(group: TPGroup | None, optimizers: list, directory: Any) -> None:
-    for index, optimizer in enumerate(optimizers if group is not None else ()):
+def _save_rank_state(group: TPGroup | None, optimizers: list, directory: Any, rank: int) -> None:
+    """Of copies of the model the first, on the job's first ranks, writes."""
+    for index, optimizer in enumerate(optimizers if group is not None and rank < group.tp_size else ()):
         torch.save(optimizer.state_dict(), _rank_file(directory, index, group))  # type: ignore[arg-type]
 
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from ..errors import AutoTPError
 from .base import sharded_modules
+from .fully import refuse_dealt
 
 
 def enable_main_grad(model: nn.Module, enabled: bool = True) -> None:
@@ -20,7 +21,7 @@ def enable_main_grad(model: nn.Module, enabled: bool = True) -> None:
         enabled: False gives all gradients to `.grad` again.
 
     Raises:
-        AutoTPError: there is no sharded linear, or the weight of one is computed from other parameters.
+        AutoTPError: there is no sharded linear, or the weight of one is computed from other parameters, or sharded by FSDP2.
     """
     layers = [(name, layer) for name, layer in sharded_modules(model) if layer.can_accumulate]
     if not layers and enabled:
@@ -31,5 +32,7 @@ def enable_main_grad(model: nn.Module, enabled: bool = True) -> None:
             f"the weights of {computed[:4]} are computed from other parameters, so their gradients are no product to accumulate: "
             f"remove the parametrization first"
         )
+    if enabled:
+        refuse_dealt(model.named_parameters(), "main_grad", "leave the gradients in .grad, with reduce_dtype=torch.float32 there")
     for _, layer in layers:
         layer.accumulate_into_main_grad = enabled

@@ -20,6 +20,7 @@ from ..comm import TPGroup
 from ..errors import PlanError
 from ..shard import Run, Shard, take_runs
 from .base import TensorParallel_Layer, insert_class
+from .fully import refuse_inner
 from .tokens import TokenStream
 
 
@@ -120,6 +121,7 @@ def swap_parameters(module: RegionModule, border: Border) -> list[tuple[Any, dic
             owner.__dict__["_parameters"] = dict(owner._parameters)
         parameter = owner._parameters[leaf]
         if parameter is not None:
+            refuse_inner(parameter, module.full_name, name)
             owner._parameters[leaf] = read(parameter, owner, leaf)
 
     for name in border.once:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..comm import TPGroup
 from ..errors import GatherError
 from .base import TensorParallel_Layer, check_usable, find_group, sharded_modules
+from .fully import find_part, make_whole
 
 
 def iterate_full_tensors(
@@ -27,7 +28,8 @@ def iterate_full_tensors(
     The streaming primitive under `full_state_dict` and saving: one whole tensor exists at a time, in host memory. Persistent
     buffers and frozen parameters are included; a tied tensor comes once, under its first name (`find_tied_names` tells the
     others). Tensors that were never sharded come as they are, not copied. Collective: every rank must consume it to the end;
-    close it (`contextlib.closing`) where the loop may raise, and the other ranks are told at once.
+    close it (`contextlib.closing`) where the loop may raise, and the other ranks are told at once. Where FSDP2 shards the model
+    further, all its data ranks take part, and each model's owners get the tensor.
 
     Args:
         model: a parallelized model, or a plain one, whose tensors come as they are.
@@ -44,18 +46,19 @@ def iterate_full_tensors(
     owners = {name: 0 for name in state if name not in tied} if owners is None else owners
     what = f"gathering the state of {type(model).__name__}"
     if group is None:
-        yield from ((name, state[name].detach()) for name in owners)
+        yield from ((name, make_whole(state[name].detach())) for name in owners)
         return
     check_same_names(group.arrive(what, hash_names([*state, *(f"{name} {rank}" for name, rank in owners.items())])), group, what)
     try:
         for name, owner in owners.items():
             tensor = state[name]
-            full: Tensor | None = tensor.detach() if group.tp_rank == owner else None
+            held = make_whole(tensor.detach())
+            full: Tensor | None = held if group.tp_rank == owner else None
             if id(tensor) in sharded and not is_gathered(tensor, sharded):
                 layer, own, _ = sharded[id(tensor)]
-                full = group.gather_to_host(tensor.detach(), layer.shards[own], owner, lambda: _check_not_stopped(group, what))
+                full = group.gather_to_host(held, layer.shards[own], owner, lambda: _check_not_stopped(group, what))
             yield name, full
-            full = None
+            full = held = None
         _check_not_stopped(group, what)  # who stopped after the last gather is heard too, and the ranks' counts stay equal
     except StoppedError:
         raise
@@ -73,7 +76,8 @@ def _check_not_stopped(group: TPGroup, what: str) -> None:
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The unsharded model's state dict, on rank 0 in CPU memory; empty on the other ranks.
 
-    All keys of the model are there; tied ones share storage, as in the unsharded model. Collective over the TP group.
+    All keys of the model are there; tied ones share storage, as in the unsharded model. Collective over the TP group, and over
+    the data axis too where FSDP2 shards the model further.
 
     Raises:
         GatherError: a rank did not come.
@@ -133,13 +137,14 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None,
         raise GatherError(f"this state dict does not fit {type(model).__name__}: {'; '.join(problems)}. Nothing was loaded.")
     for target, name in source.items():
         tensor = state[target]
-        full = tensor.detach().new_empty(given[name], dtype=tensor.dtype)
+        full = torch.empty(given[name], dtype=tensor.dtype, device=tensor.device)
         if group.tp_rank == 0:
             full.copy_((state_dict or {})[name])
         full = group.broadcast(full)
         with torch.no_grad():
             already_whole = target not in shards or is_gathered(tensor, sharded)
-            tensor.copy_(full if already_whole else shards[target].split(full, group.tp_rank))
+            part = find_part(tensor, None if already_whole else shards[target], group)
+            part.local.copy_(full if part.shard is None else part.shard.split(full, part.rank))
     return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 

@@ -15,6 +15,7 @@ from ..comm import TPGroup
 from ..errors import PlanError
 from .base import TensorParallel_Layer, insert_class
 from .entry import asks_for
+from .fully import refuse_inner
 from .overlap import OverlapOptions
 from .tokens import TokenPart, TokenStream, map_first
 
@@ -144,6 +145,7 @@ def list_summed(module: Any, part: TokenPart) -> list[tuple[Any, str, Tensor]]:
             for key in [leaf] if each is owner and leaf in owner._parameters else each._parameters:
                 parameter = each._parameters[key]
                 if parameter is not None and parameter.requires_grad:
+                    refuse_inner(parameter, part.name, name)
                     found[id(each), key] = (each, key, parameter)
     return list(found.values())
 

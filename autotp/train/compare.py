@@ -33,7 +33,10 @@ def compare_checkpoint(path: str, plan: Plan, dtype: torch.dtype) -> tuple[Verif
     Raises:
         AutoTPError: as `from_pretrained`, or the model can't be called with what can be made for it.
     """
-    model = from_pretrained(path, plan=plan, dtype=dtype)
+    model, info = from_pretrained(path, plan=plan, dtype=dtype, output_loading_info=True)
+    if lacking := sorted(info["missing_keys"]):
+        raise AutoTPError(f"{path} lacks {len(lacking)} tensor(s) of {type(model).__name__}, {lacking[0]} among them, which are "
+                          f"drawn at each load: compare a checkpoint that holds them all")  # fmt: skip
     group = find_group(model)
     if group is None:
         raise AutoTPError(f"from_pretrained({path!r}) gave a model that is not parallelized")

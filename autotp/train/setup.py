@@ -112,6 +112,7 @@ def load_model(options: TrainOptions, places: Places) -> nn.Module:
     """
     plan = "auto" if options.plan is None else read_plan(options.plan)
     dealt = WHEN_DEALT[options.sequence_parallel]
+    torch.manual_seed(options.seed)  # what the checkpoint lacks is drawn: alike in all copies of the model
     model = from_pretrained(options.model, places.tp, plan=plan, sequence_parallel=dealt, dtype=getattr(torch, options.dtype))
     if options.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):

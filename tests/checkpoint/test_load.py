@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.initialization import no_init_weights
 
 import autotp
@@ -23,6 +23,7 @@ from autotp.checkpoint.load import fill_from_source
 from autotp.checkpoint.source import SINGLE_NAME, ModuleSource, SafetensorsSource
 from autotp.comm import TPGroup
 from autotp.errors import AutoTPError, CheckpointError
+from autotp.inject.load import build_empty
 from autotp.shard import Shard
 from tests.layers.regions import Net, plan_of
 
@@ -115,6 +116,18 @@ def test_dtype_is_converted_while_reading(tmp_path):
     assert halved.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
+def test_what_transformers_keeps_in_float32_stays_there(tmp_path):
+    settings = dict(d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=2, vocab_size=37)
+    T5ForConditionalGeneration(T5Config(**settings)).save_pretrained(tmp_path)
+    expected = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
+    with SafetensorsSource(tmp_path) as source:
+        model = build_empty(source, torch.float16)
+        fill_from_source(model, whole(), source, alone())
+    assert model.shared.weight is model.encoder.embed_tokens.weight
+    found = {name: value.dtype for name, value in model.state_dict().items()}
+    assert found == {name: value.dtype for name, value in expected.state_dict().items()} and len({*found.values()}) == 2
+
+
 class Buffered(nn.Module):
     """A parameter, a persistent buffer (one tensor under two names) and one that is not saved."""
 
@@ -149,7 +162,7 @@ def test_faults_are_found_before_anything_changes(tmp_path):
     LlamaForCausalLM(config()).save_pretrained(tmp_path)
     source = SafetensorsSource(tmp_path)
     check_unchanged(on_meta(config(vocab_size=38)), source, whole(), "lm_head.weight", "[37, 16]", "[38, 16]")
-    check_unchanged(on_meta(config(num_hidden_layers=3)), source, whole(), "lacks", "model.layers.2", "and 1 more")
+    check_unchanged(nn.ModuleDict({"lm_head": nn.Linear(16, 37, device="meta")}), source, whole(), "lacks", "lm_head.bias")
     plan = whole()
     plan.shards["lm_head.weight"] = Shard.even((38, 16), 0, 1)
     check_unchanged(on_meta(config()), source, plan, "lm_head.weight", "[38, 16]", "[37, 16]")
@@ -158,6 +171,71 @@ def test_faults_are_found_before_anything_changes(tmp_path):
     model = on_meta(config())
     model.model.rotary_emb.to("meta")
     check_unchanged(model, source, whole(), "rotary_emb.inv_freq", "without values")
+
+
+class Ruleless(LlamaForCausalLM):
+    """Its constructor makes a parameter that `_init_weights` knows nothing of."""
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.odd = nn.Parameter(torch.ones(3))
+
+
+def test_a_new_tensor_without_a_rule_is_named(tmp_path):
+    LlamaForCausalLM(config()).save_pretrained(tmp_path)
+    with no_init_weights():
+        model = Ruleless(config()).to("meta")
+    model.model.rotary_emb = LlamaForCausalLM(config()).model.rotary_emb
+    check_unchanged(model, SafetensorsSource(tmp_path), whole(), "lacks 'odd'", "_init_weights")
+
+
+def load_with_new(group, path, tied, expected):
+    """A base model read into one with more layers and a head, of another vocabulary; ranks are seeded apart."""
+    model = on_meta(config(num_hidden_layers=3, vocab_size=41, tie_word_embeddings=tied))
+    group = TPGroup(group, CPU)
+    plan = cut_llama(model, group.tp_size)
+    torch.manual_seed(3 + group.tp_rank)
+    before = torch.get_rng_state()
+    info = fill_from_source(model, plan, SafetensorsSource(path), group, ignore_mismatched_sizes=True)
+    assert torch.equal(before, torch.get_rng_state()) and not hasattr(model.lm_head, "_is_hf_initialized")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    for name, value in model.state_dict().items():
+        full = expected[name]
+        assert torch.equal(value, plan.shards[name].split(full, group.tp_rank) if name in plan.shards else full), name
+    return info.to_dict()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_what_a_checkpoint_lacks_is_drawn_as_transformers_does(ranks, tmp_path, tied):
+    LlamaForCausalLM(config()).model.save_pretrained(tmp_path)
+    settings = config(num_hidden_layers=3, vocab_size=41, tie_word_embeddings=tied)
+    torch.manual_seed(3)
+    model, expected = LlamaForCausalLM.from_pretrained(
+        tmp_path, config=settings, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    infos = ranks.run(load_with_new, str(tmp_path), tied, model.state_dict(), size=3)
+    assert infos == [{**expected, "error_msgs": []}] * 3
+
+
+def classify(group, path):
+    model, info = autotp.from_pretrained(
+        path,
+        group,
+        model_class=AutoModelForSequenceClassification,
+        config=config(num_labels=3, pad_token_id=0),
+        output_loading_info=True,
+    )
+    assert type(model).__name__ == "LlamaForSequenceClassification" and model.score.weight.shape[0] == 3
+    assert info["missing_keys"] == {"score.weight"} and info["unexpected_keys"] == {"lm_head.weight"}
+    return autotp.full_state_dict(model)
+
+
+def test_another_class_of_a_checkpoint(ranks, tmp_path):
+    model = LlamaForCausalLM(config())
+    model.save_pretrained(tmp_path)
+    full, _ = ranks.run(classify, str(tmp_path))
+    assert all(torch.equal(full[name], value) for name, value in model.model.state_dict(prefix="model.").items())
+    assert 0 < full["score.weight"].std() < 0.1
 
 
 def test_tied_model_but_untied_checkpoint(tmp_path):

@@ -19,6 +19,7 @@ from tests.command import run_cli
 from tests.models import tiny
 
 CPU = torch.device("cpu")
+BESIDE = ("tokenizer.json", "qwen.tiktoken", "tokenizer.model.v3", "LICENSE", "additional_chat_templates/tool_use.jinja")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,10 @@ def plain(tmp_path_factory):
     path = tmp_path_factory.mktemp("plain")
     model = tiny("llama", tie_word_embeddings=True)
     model.save_pretrained(path)
-    (path / "tokenizer.json").write_text("{}")
+    (path / "additional_chat_templates").mkdir()
+    for name in BESIDE:
+        (path / name).write_text("{}")
+    (path / "optimizer.pt").write_text("")
     return model, path
 
 
@@ -77,7 +81,8 @@ def test_cut_and_put_together(plain, tmp_path):
             assert torch.equal(source.read(name, None, 0, None, CPU), full)
         merge_checkpoint(source, tmp_path / "merged", "100KB")
     check_equal(tmp_path / "merged", model)
-    assert (tmp_path / "merged" / "tokenizer.json").read_text() == "{}" and not (tmp_path / "merged" / MANIFEST_NAME).exists()
+    assert all((tmp_path / "merged" / name).read_text() == "{}" for name in BESIDE)
+    assert not any((tmp_path / "merged" / name).exists() for name in (MANIFEST_NAME, "optimizer.pt"))
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 2
     cut(model, tmp_path / "8", tmp_path / "3", 3)
     with ShardedSource(tmp_path / "3") as source:

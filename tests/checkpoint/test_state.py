@@ -159,6 +159,18 @@ def test_only_the_last_are_kept(saved):
     assert sorted(os.listdir(directory)) == ["checkpoint-5", "checkpoint-6", "checkpoint-9"]  # what comes later is not ours
 
 
+def test_what_is_no_state_is_not_replaced(saved):
+    """Other programs call theirs so too, the transformers Trainer for one."""
+    directory, parts, _ = saved
+    foreign = directory / "checkpoint-4" / "model.safetensors"
+    foreign.parent.mkdir()
+    foreign.write_text("theirs")
+    with pytest.raises(CheckpointError, match=r"checkpoint-4 is no training state \(model\.safetensors\)"):
+        TrainingState(*parts).save(directory, 4)
+    TrainingState(*parts).save(directory, 5, keep_last=1)
+    assert foreign.read_text() == "theirs" and sorted(p.name for p in directory.iterdir()) == ["checkpoint-4", "checkpoint-5"]
+
+
 def test_masters_are_saved_beside_their_weights(tmp_path):
     net = nn.Linear(3, 2).bfloat16()
     masters = {name: param.detach().float().requires_grad_() for name, param in net.named_parameters()}
@@ -295,6 +307,7 @@ def damage_list(path, change):
     (path / ".metadata").write_bytes(data)
     about = json.loads((path / "state.json").read_text())
     about["files"][".metadata"] = len(data)
+    del about["crc32"], about["own_crc32"]  # who deceives would make them right
     (path / "state.json").write_text(json.dumps(about))
 
 
@@ -327,6 +340,30 @@ def test_a_list_that_deceives_is_refused(saved, kind):
     net = make()
     with pytest.raises(CheckpointError, match=re.escape(said)):
         TrainingState(*net).load(path)
+
+
+def test_a_flipped_bit_anywhere_is_noticed(saved):
+    """In a weight, the list and the plain values; checksums are there even where torch.save was told to leave them out."""
+    directory, parts, _ = saved
+    torch.serialization.set_crc32_options(False)
+    try:
+        TrainingState(*parts).save(directory, 9)
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    path = directory / "checkpoint-9"
+    tensors = (path / "__0_0.distcp").read_bytes()
+    weight = tensors.index(parts[0].inner.weight.detach().numpy().tobytes()[:16])
+    for name, place in [("__0_0.distcp", weight + 6), (".metadata", None), ("state.json", None)]:
+        good = (path / name).read_bytes()
+        bad = bytearray(good)
+        bad[len(good) // 2 if place is None else place] ^= 1
+        (path / name).write_bytes(bad)
+        net = make()
+        with pytest.raises(CheckpointError, match=r"damaged|not a whole"):
+            TrainingState(*net).load(path)
+        (path / name).write_bytes(good)
+    assert TrainingState(*make()).load(path).step == 9
 
 
 def test_values_that_are_damaged_break_the_model(saved):

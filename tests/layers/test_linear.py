@@ -61,7 +61,7 @@ def check_direct(group, cls, bias, frozen):
     layer._tp_partition([layer.weight])
     assert torch.equal(layer.weight, before)
     again = cls.from_weights(plain.weight.detach(), None if plain.bias is None else plain.bias.detach(), group)
-    assert torch.equal(again.weight, before) and "full: weight" in repr(again)
+    assert torch.equal(again.weight, before) and " of [" in repr(again)
     layer.load_state_dict(plain.state_dict())  # whole tensors are split
     assert torch.equal(layer.weight, before)
 
@@ -190,7 +190,7 @@ def check_repr_and_state(group):
     for cls in (LinearLayer, LinearAllreduce, Conv1DLayer, Conv1DAllreduce):
         plain = build(cls, True)
         layer = cls(copy.deepcopy(plain), group)
-        assert f"full: weight {list(plain.weight.shape)}" in repr(layer) and f"tp={tp.tp_rank}/{tp.tp_size}" in repr(layer)
+        assert f"of {list(plain.weight.shape)}" in repr(layer) and f"tp={tp.tp_rank}/{tp.tp_size}" in repr(layer)
         sizes = (layer.nx, layer.nf) if issubclass(cls, Conv1D) else (layer.out_features, layer.in_features)
         assert sizes == tuple(layer.weight.shape) == layer.shards["weight"].local_shape(tp.tp_rank)
         saved = {name: value.clone() for name, value in layer.state_dict().items()}

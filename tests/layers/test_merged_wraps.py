@@ -33,6 +33,7 @@ def check_fully_sharded(group):
     assert laid(model) == 4
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh["dp"])
+    assert all(m.siblings._laid is None for m in model.modules() if getattr(m, "siblings", None) is not None)  # memory is freed
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reference = torch.optim.SGD(whole.parameters(), lr=0.1)
     for seed in range(2):

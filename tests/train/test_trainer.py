@@ -1,11 +1,10 @@
-"""transformers' Trainer and accelerate on a parallelized model: the steps, the checkpoints and what they say when misused.
+"""transformers' Trainer, TRL's and accelerate on a parallelized model: steps, checkpoints and what they say when misused.
 
-Both take the whole job for theirs, so tests start jobs of their own: this file is also the script that torchrun runs.
+All take the whole job for theirs, so tests start jobs of their own: this file is also the script that their ranks run.
 """
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,32 +16,36 @@ from packaging.version import Version
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autotp.errors import AutoTPError, CheckpointError, GatherError
+from tests.jobs import run_job
+from tests.train.tiny import make_texts, make_tokenizer
 
-ROOT = Path(__file__).parent.parent.parent
 
-
-def build():
+def build(vocab_size=64):
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     return LlamaForCausalLM(config)
 
 
-def make_data():
-    generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(0, 64, (7,), generator=generator) for _ in range(16)]
-    return [{"input_ids": row, "labels": row} for row in rows]
+def make_data(count=16, seed=1):
+    """Rows of 4 to 9 tokens, padded to 9."""
+    generator, rows = torch.Generator().manual_seed(seed), []
+    for length in torch.randint(4, 10, (count,), generator=generator).tolist():
+        ids, mask = torch.randint(0, 64, (9,), generator=generator), torch.arange(9) < length
+        rows.append({"input_ids": ids * mask, "attention_mask": mask.long(), "labels": ids.where(mask, -100)})
+    return rows
 
 
 def launch(scenarios, directory, size):
     """Run scenarios of this file, one after the other, on `size` ranks; 0 runs them unsharded, without a launcher."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    command = (command if size else [sys.executable]) + [__file__, scenarios, str(directory)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    directory.mkdir(exist_ok=True)
+    return run_job(__file__, scenarios, directory, cwd=directory, size=size)
 
 
 def assert_same_weights(one, other, tolerance=1e-5):
@@ -61,25 +64,43 @@ def refused(error, function, *args, **kwargs):
 # -- Trainer ------------------------------------------------------------------------------------------------------------
 
 
-def make_trainer(model, directory):
-    from transformers import Trainer, TrainingArguments
-
-    arguments = TrainingArguments(
+def choose_arguments(cls, directory, **more):
+    copies = max(int(os.environ.get("WORLD_SIZE", 1)) // 2, 1)
+    options = dict(
         output_dir=str(directory),
-        max_steps=2,
-        per_device_train_batch_size=2,
+        max_steps=3,
+        per_device_train_batch_size=2 // copies,
+        per_device_eval_batch_size=4 // copies,
         gradient_accumulation_steps=2,
-        learning_rate=1e-2,
+        learning_rate=3e-2,
         adam_epsilon=1e-3,  # the first steps are not signs of gradients near 0
         max_grad_norm=0.5,
-        save_steps=1,
         logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="no",
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    return Trainer(model=model, args=arguments, train_dataset=make_data())
+    return cls(**{**options, **more})
+
+
+def count_right(prediction):
+    """Of whole logits, each sample once."""
+    right = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
+    assert prediction.predictions.shape == (7, 9, 64)
+    return {"right": int((right & (prediction.label_ids[:, 1:] >= 0)).sum())}
+
+
+def make_trainer(model, directory, **more):
+    from transformers import Trainer, TrainingArguments
+
+    saving = dict(save_strategy="steps", save_steps=1, load_best_model_at_end=True, metric_for_best_model="loss")
+    arguments = choose_arguments(TrainingArguments, directory, **saving, **more)
+    data = dict(train_dataset=make_data(), eval_dataset=make_data(7, 2))
+    return Trainer(model=model, args=arguments, compute_metrics=count_right, **data)
 
 
 def can_resume(trainer):
@@ -87,35 +108,80 @@ def can_resume(trainer):
     return trainer.args.world_size == 1 or Version(transformers.__version__) >= Version("5.24")
 
 
+def write_log(trainer, path):
+    """What was logged, less times and rates."""
+    keep = lambda key: not key.endswith(("runtime", "per_second", "total_flos"))  # noqa: E731
+    if trainer.args.should_save:
+        rows = [{key: value for key, value in row.items() if keep(key)} for row in trainer.state.log_history]
+        path.write_text(json.dumps(rows))
+
+
 def run_trainer(directory, parallelize):
+    """Losses that grow again at a high rate: the best state is not the last, and the one saved at the end."""
     trainer = make_trainer(parallelize(build()), directory)
     trainer.train()
     trainer.save_model(str(directory / "final"))
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
-    if trainer.args.should_save:
-        (directory / "log.json").write_text(json.dumps({"losses": losses, "norms": norms}))
+    trainer.evaluate()
+    write_log(trainer, directory / "log.json")
     if not can_resume(trainer):
         return
-    resumed = make_trainer(parallelize(build()), directory / "resumed")
-    resumed.train(resume_from_checkpoint=str(directory / "checkpoint-1"))
-    resumed.save_model(str(directory / "resumed-final"))
-    assert resumed.state.global_step == 2
+    again = make_trainer(parallelize(build()), directory / "resumed")
+    again.train(resume_from_checkpoint=str(directory / "checkpoint-1"))
+    again.save_model(str(directory / "resumed-final"))
+    assert again.state.global_step == 3
+
+
+def compare_logs(one, other, rows, less=()):
+    logs = [json.loads((path / "log.json").read_text()) for path in (one, other)]
+    assert len(logs[0]) == len(logs[1]) == rows
+    for mine, theirs in zip(*logs, strict=True):
+        mine, theirs = ({key: row[key] for key in row if key not in less} for row in (mine, theirs))
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+    return logs[0]
 
 
 def test_trainer_equals_the_unsharded_run(tmp_path):
-    launch("trainer", tmp_path / "plain", 0)
-    launch("trainer", tmp_path / "tp", 2)
-    plain, tp = tmp_path / "plain", tmp_path / "tp"
-    logs = [json.loads((path / "log.json").read_text()) for path in (plain, tp)]
-    for key in ("losses", "norms"):
-        assert len(logs[0][key]) == 2 and logs[0][key] == pytest.approx(logs[1][key], rel=1e-3)
-    assert_same_weights(plain / "final", tp / "final")
-    if Version(transformers.__version__) >= Version("5.24"):  # see can_resume
-        assert_same_weights(plain / "resumed-final", tp / "resumed-final")
-        assert_same_weights(tp / "final", tp / "resumed-final")
-    for name in ("config.json", "generation_config.json"):
-        assert (plain / "final" / name).read_text() == (tp / "final" / name).read_text()
+    """Over two ranks, and over two copies of two ranks each."""
+    plain = tmp_path / "plain"
+    launch("trainer,sft", plain, 0)
+    for name, size in (("tp", 2), ("copies", 4)):
+        tp = tmp_path / name
+        launch("trainer,sft", tp, size)
+        # Trainer's eval_loss is a mean over batches, which copies of the model split and fill up.
+        less = {"eval_loss"} if name == "copies" else ()
+        log = compare_logs(plain, tp, 8, less)
+        assert {"loss", "grad_norm"} <= set(log[0]) and "eval_right" in log[1]
+        assert compare_logs(plain / "sft", tp / "sft", 5, less)[0].keys() >= {
+            "loss",
+            "entropy",
+            "mean_token_accuracy",
+            "num_tokens",
+        }
+        for part in ("final", "sft/checkpoint-2"):
+            assert_same_weights(plain / part, tp / part)
+        if Version(transformers.__version__) >= Version("5.24"):  # see can_resume
+            assert_same_weights(plain / "resumed-final", tp / "resumed-final")
+            assert_same_weights(tp / "final", tp / "resumed-final")
+        for each in ("config.json", "generation_config.json"):
+            assert (plain / "final" / each).read_text() == (tp / "final" / each).read_text()
+
+
+# -- TRL ----------------------------------------------------------------------------------------------------------------
+
+
+def run_sft(directory, parallelize):
+    """Its loss and metrics are made from the head's weight, which it reads itself."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    texts = Dataset.from_list([{"text": text} for text in make_texts(20)])
+    arguments = choose_arguments(
+        SFTConfig, directory / "sft", max_steps=2, max_length=24, bf16=False, save_strategy="steps", save_steps=2
+    )
+    data = dict(train_dataset=texts, eval_dataset=texts.select(range(4)), processing_class=make_tokenizer())
+    trainer = SFTTrainer(model=parallelize(build(320)), args=arguments, **data)
+    trainer.train()
+    write_log(trainer, directory / "sft" / "log.json")
 
 
 # -- misuse -------------------------------------------------------------------------------------------------------------
@@ -132,8 +198,13 @@ def run_misuse(directory, parallelize):
         text = refused(GatherError, model.save_pretrained, str(directory / "alone"))
         assert "rank(s) [1] did not come within 2 s" in text and not (directory / "alone" / "config.json").exists()
     dist.barrier()
+    forget(accelerator)
+
+
+def forget(accelerator):
+    """The next scenario names its own parallelism."""
     accelerator.free_memory()
-    type(accelerator.state)._reset_state(reset_partial_state=True)  # the next scenario names its own parallelism
+    type(accelerator.state)._reset_state(reset_partial_state=True)
 
 
 # -- accelerate ---------------------------------------------------------------------------------------------------------
@@ -208,8 +279,62 @@ def check_generation(model, full):
         assert torch.equal(mine, theirs)
 
 
+def run_copies(directory, parallelize):
+    """A script without seeds whose Accelerator is there first: one or two copies of a model, accumulation, metrics."""
+    from accelerate import Accelerator, ParallelismConfig
+
+    import autotp
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    config = ParallelismConfig(tp_size=2, dp_shard_size=size // 2)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, parallelism_config=config)
+    rows = torch.randint(0, 64, (16, 9), generator=torch.Generator().manual_seed(0))
+    loader = torch.utils.data.DataLoader(rows, batch_size=8 // size, shuffle=True)
+    full, model = build(), parallelize(build())
+    optimizer, reference = (torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3) for each in (model, full))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    seen = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(input_ids=batch, labels=batch).loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(accelerator.gather_for_metrics(batch))
+        (full(input_ids=seen[-1], labels=seen[-1]).loss / 2).backward()
+        if accelerator.sync_gradients:
+            wanted = torch.nn.utils.clip_grad_norm_(full.parameters(), 0.5)
+            torch.testing.assert_close(norm, wanted, rtol=1e-4, atol=0)
+            reference.step()
+            reference.zero_grad()
+    assert len(seen) == 4 and sorted(torch.cat(seen).tolist()) == sorted(rows.tolist())
+    for name, value in autotp.full_state_dict(accelerator.unwrap_model(model)).items():
+        torch.testing.assert_close(value, full.state_dict()[name], atol=1e-5, rtol=0, msg=name)
+    numbers, words = [], []
+    for batch in accelerator.prepare(torch.utils.data.DataLoader(range(7), batch_size=2)):
+        numbers.append(accelerator.gather_for_metrics({"a": batch})["a"])
+        words += accelerator.gather_for_metrics([str(number) for number in batch.tolist()])
+    assert torch.cat(numbers).tolist() == list(range(7)) and words == list("0123456")
+    assert accelerator.gather(torch.tensor(1)).tolist() == [1] * size
+    if size > 2:
+        stream = torch.utils.data.DataLoader(Stream(), batch_size=2)
+        assert "dispatch_batches=False" in refused(AutoTPError, accelerator.prepare, stream)
+    forget(accelerator)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+def test_accelerate_trains_copies_and_counts_samples_once(tmp_path):
+    launch("copies", tmp_path, 4)
+
+
 def test_accelerate_names_misuse_and_equals_the_unsharded_run(tmp_path):
-    launch("misuse,accelerate", tmp_path, 2)
+    launch("misuse,copies,accelerate", tmp_path, 2)
     assert_same_weights(tmp_path / "final", tmp_path / "idiom", 0)
     assert "distributed_config" not in (tmp_path / "final" / "config.json").read_text()
     from safetensors.torch import load_file
@@ -219,17 +344,32 @@ def test_accelerate_names_misuse_and_equals_the_unsharded_run(tmp_path):
     assert all(torch.equal(saved[name], whole[name]) for name in saved) and len(saved) >= len(whole) - 1
 
 
+SCENARIOS = {
+    "trainer": run_trainer,
+    "sft": run_sft,
+    "misuse": run_misuse,
+    "copies": run_copies,
+    "accelerate": run_accelerate,
+}
+
+
 def main():
     scenarios, directory = sys.argv[1].split(","), Path(sys.argv[2])
     if "RANK" in os.environ:
-        from autotp import parallelize
+        import autotp
+
+        dist.init_process_group()
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+
+        def parallelize(model, **options):
+            return autotp.parallelize(model, mesh["tp"], **options)
     else:
 
         def parallelize(model):
             return model
 
     for scenario in scenarios:
-        {"trainer": run_trainer, "accelerate": run_accelerate, "misuse": run_misuse}[scenario](directory, parallelize)
+        SCENARIOS[scenario](directory, parallelize)
     if dist.is_initialized():
         dist.destroy_process_group()
 
