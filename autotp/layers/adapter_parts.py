@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..collectives import copy_to_group
 from .base import TensorParallel_Layer
-from .tokens import TokenStream, find_generator
+from .draws import find_generator
+from .tokens import TokenStream
 
 
 class SummedPart(TensorParallel_Layer):
