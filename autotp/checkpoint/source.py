@@ -165,7 +165,7 @@ class MappedFiles:
         storage = full.untyped_storage()
         begin = part.data_ptr() - storage.data_ptr()
         own: Any = storage[begin : begin + part.nbytes]
-        return torch.empty(0, dtype=full.dtype).set_(own, 0, part.shape)
+        return torch.empty(0, dtype=full.dtype).set_(own, 0, part.shape, part.stride())
 
     def check(self, name: str, stored: StoredTensor) -> None:
         """Compare all of a tensor's bytes with the checksum that was saved beside it, if one was.
