@@ -186,7 +186,7 @@ BAD = {
     "unit": ({"plan": {k: {"style": v, "unit": 64} for k, v in PAIR.items()}}, ["96", "unit of 64"]),
     "unknown key": ({"plan": {"model.layers.*.mlp.up_proj": {"style": "colwise", "units": 2}}}, ["'units'"]),
     "no such mode": ({"sequence_parallel": "always"}, ["sequence_parallel", "'auto'"]),
-    "no precision": ({"precision": "fp8"}, ["precision"]),
+    "no precision": ({"precision": "fp4"}, ["precision", "fp4"]),
     "logits": ({"logits": "none"}, ["logits"]),
     "head": ({"head": "half"}, ["head"]),
     "plan word": ({"plan": "automatic"}, ["automatic"]),

@@ -362,7 +362,7 @@ def test_meta_draws_nothing_until_it_is_asked_to():
     loaded = LayerNormLinear(WIDTH, OUT, device="meta", parameters_split=("q", "k"))
     loaded.load_state_dict(again.state_dict(), assign=True)
     x = rows(3, WIDTH, dtype=torch.float32)
-    assert torch.equal(loaded(x), again(x))
+    torch.testing.assert_close(loaded(x), again(x))  # as one product or two
 
 
 def test_initial_values():
