@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -36,36 +38,65 @@ def parse_size(size: int | str) -> int:
 
 
 @contextmanager
-def write_aside(directory: Path, needed: int) -> Iterator[Path]:
+def write_aside(directory: Path, needed: int, wait_s: float = 0) -> Iterator[Path]:
     """A subdirectory that everything is written into first, if the disk has `needed` bytes for it; gone at the end.
 
+    Who else writes to the directory is waited for, `wait_s` long: what is there at the end is one checkpoint, the last.
+
     Raises:
-        CheckpointError: it has not, or the directory can't be written to.
+        CheckpointError: it has not, the directory can't be written to, or someone else still writes to it.
     """
-    partial = make_room(directory, needed)
-    try:
-        yield partial
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def make_room(directory: Path, needed: int) -> Path:
-    """As `write_aside`, without the end."""
     partial = directory / PARTIAL
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)  # left by a crash
-        partial.mkdir()
+        handle = os.open(directory, os.O_RDONLY)
     except OSError as error:
-        raise CheckpointError(f"{directory} can't be written to ({error}): name a directory that can be") from error
+        raise CheckpointError(_deny(directory, error)) from error
+    try:
+        _take_turn(directory, handle, wait_s)
+        try:
+            shutil.rmtree(partial, ignore_errors=True)  # left by a crash
+            partial.mkdir()
+        except OSError as error:
+            raise CheckpointError(_deny(directory, error)) from error
+        try:
+            _check_room(directory, needed)
+            yield partial
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    finally:
+        fcntl.flock(handle, fcntl.LOCK_UN)  # said, as a process that was forked meanwhile has the handle too
+        os.close(handle)
+
+
+def _deny(directory: Path, error: OSError) -> str:
+    return f"{directory} can't be written to ({error}): name a directory that can be"
+
+
+def _take_turn(directory: Path, handle: int, wait_s: float) -> None:
+    """Lock the open directory, which ends with the process at the latest; where no locks are, go on without."""
+    until = time.monotonic() + wait_s
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise CheckpointError(
+                    f"something else writes to {directory} now, and did for {wait_s:.0f} s: name another directory, or let one "
+                    f"alone write there (of data-parallel replicas the one with is_main_process=True)"
+                ) from None
+        except OSError:
+            return None
+        time.sleep(0.02)
+
+
+def _check_room(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(directory).free
     if needed > free:
-        partial.rmdir()
         raise CheckpointError(
             f"{directory} has {free:,} bytes free, the checkpoint needs {needed:,} beside the one that is there. "
             f"Make room, or name another directory."
         )
-    return partial
 
 
 def name_files(directory: Path, count: int) -> list[str]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import secrets
-import shutil
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from ..layers.gather import find_tied_names, iterate_full_tensors
 from ..layers.stream import StoppedError
 from .background import BackgroundWriter
 from .parts import unwrap
-from .place import PARTIAL, make_room, name_files, parse_size, put_in_place, write_index
+from .place import PARTIAL, name_files, parse_size, put_in_place, write_aside, write_index
 from .writer import PlannedTensor, cut_files, plan_tensor
 
 _TOKEN = ".token"  # in the directory of a save: by its text a rank knows that it sees the directory that rank 0 made
@@ -59,38 +58,40 @@ def save_pretrained(
     group = find_group(model) or TPGroup(None, torch.device("cpu"))
     data = find_data_group(model) or TPGroup(None, torch.device("cpu"))
     group.arrive("save_pretrained")
-    with data.together(f"saving to {directory}"):
-        _save(model, Path(directory), max_shard_size, any(data.gather_objects(is_main_process)), group, data)
+    with data.together(f"saving to {directory}"), ExitStack() as stack:
+        _save(model, Path(directory), max_shard_size, any(data.gather_objects(is_main_process)), group, data, stack)
 
 
 def _save(
-    model: nn.Module, directory: Path, max_shard_size: int | str, is_main_process: bool, group: TPGroup, data: TPGroup
+    model: nn.Module,
+    directory: Path,
+    max_shard_size: int | str,
+    is_main_process: bool,
+    group: TPGroup,
+    data: TPGroup,
+    stack: ExitStack,
 ) -> None:
     """Decide what is written, and gather and write it; data ranks but the first only take part in gathering."""
     with data.together(f"saving to {directory}"), group.together(f"saving to {directory}"):  # what can be known before
         check_usable(model)
         tensors = plan_tensors(model)
         main = group.tp_rank == data.tp_rank == 0 and is_main_process
-        begun = _begin(directory, tensors, max_shard_size) if main else None
+        begun = _begin(directory, tensors, max_shard_size, stack, group.timeout_s / 2) if main else None
     save = data.broadcast_object(group.broadcast_object(begun))
     if save is None:
         return
-    try:
-        seen = group.gather_objects(save.is_seen(directory))
-        writers = data.broadcast_object([rank for rank, sees in enumerate(seen) if sees])
-        files = cut_files(tensors, save.max_bytes)
-        if data.tp_rank > 0:
-            for _ in iterate_full_tensors(model, order_tensors(files, deal_files(files, writers))):
-                pass
-            return
-        error = _try(lambda: _write_files(model, directory / PARTIAL, save, files, writers, group.tp_rank))
-        _agree(group, "writing", directory, error)
-        if begun is not None:
-            error = _try(lambda: _finish(model, directory, save, files))
-        _agree(group, "the end of save_pretrained", directory, error)
-    finally:
-        if begun is not None:
-            shutil.rmtree(directory / PARTIAL, ignore_errors=True)
+    seen = group.gather_objects(save.is_seen(directory))
+    writers = data.broadcast_object([rank for rank, sees in enumerate(seen) if sees])
+    files = cut_files(tensors, save.max_bytes)
+    if data.tp_rank > 0:
+        for _ in iterate_full_tensors(model, order_tensors(files, deal_files(files, writers))):
+            pass
+        return
+    error = _try(lambda: _write_files(model, directory / PARTIAL, save, files, writers, group.tp_rank))
+    _agree(group, "writing", directory, error)
+    if begun is not None:
+        error = _try(lambda: _finish(model, directory, save, files))
+    _agree(group, "the end of save_pretrained", directory, error)
 
 
 def _try(work: Any) -> Exception | None:
@@ -134,9 +135,11 @@ class _Save:
             return False
 
 
-def _begin(directory: Path, tensors: Sequence[PlannedTensor], max_shard_size: int | str) -> _Save:
+def _begin(
+    directory: Path, tensors: Sequence[PlannedTensor], max_shard_size: int | str, stack: ExitStack, wait_s: float
+) -> _Save:
     max_bytes = parse_size(max_shard_size)
-    partial = make_room(directory, sum(tensor.nbytes for tensor in tensors))
+    partial = stack.enter_context(write_aside(directory, sum(tensor.nbytes for tensor in tensors), wait_s))
     save = _Save(tuple(name_files(directory, len(cut_files(tensors, max_bytes)))), max_bytes, secrets.token_hex(8))
     (partial / _TOKEN).write_text(save.token)
     return save

@@ -36,10 +36,7 @@ def run_shard(args: argparse.Namespace) -> int:
 
 def run_reshard(args: argparse.Namespace) -> int:
     """`run_shard` of a checkpoint that is cut already."""
-    from ..checkpoint.sharded import MANIFEST_NAME
-
-    if not (Path(args.model) / MANIFEST_NAME).is_file():
-        raise AutoTPError(f"{args.model} is not a directory that `autotp shard` made: use `autotp shard {args.model} {args.out}`")
+    _check_cut(args.model, f"use `autotp shard {args.model} {args.out}`")
     return run_shard(args)
 
 
@@ -49,10 +46,18 @@ def run_merge(args: argparse.Namespace) -> int:
     from ..checkpoint.sharded import ShardedSource
 
     out = Path(args.out)
+    _check_cut(args.sharded, "its weights are whole, or none")
     with ShardedSource(args.sharded) as source, show_progress(f"writing {out}"):
         merge_checkpoint(source, out, args.max_shard_size)
     print(f"{out}: {len(source.names())} tensors, {say_bytes(out)}")
     return 0
+
+
+def _check_cut(directory: str, way_out: str) -> None:
+    from ..checkpoint.sharded import MANIFEST_NAME
+
+    if not (Path(directory) / MANIFEST_NAME).is_file():
+        raise AutoTPError(f"{directory} is not a directory that `autotp shard` made: {way_out}")
 
 
 def say_bytes(directory: Path) -> str:

@@ -97,6 +97,7 @@ class GatherReplacedLayerParams:
         self.read_only = read_only
         self._whole: list[_Whole] = []
         self._groups: list[TPGroup] = []
+        self._entered = False
         if not enabled:
             return
         self._module = module
@@ -119,6 +120,8 @@ class GatherReplacedLayerParams:
     def __enter__(self) -> GatherReplacedLayerParams:
         if not self.enabled:
             return self
+        if self._entered:
+            raise GatherError("this GatherReplacedLayerParams is entered already: make another one for the `with` inside")
         check_usable(self._module)
         self._whole = _find_sharded(self._params, self._module)
         self._groups = list(dict.fromkeys(whole.group for whole in self._whole))
@@ -141,11 +144,12 @@ class GatherReplacedLayerParams:
             for whole in done:
                 _restore(whole)
             raise
+        self._entered = True
         return self
 
     def __exit__(self, exc_type: Any, exc: BaseException | None, traceback: Any) -> None:
         wholes, groups = self._whole, self._groups
-        self._whole, self._groups = [], []
+        self._whole, self._groups, self._entered = [], [], False
         if self.read_only:
             return _end_read_only(wholes, exc)
         values: list[Tensor] = []

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_cut_and_put_together(plain, tmp_path):
 
 def test_a_directory_with_weights_is_left_alone(plain, tmp_path):
     model, path = plain
-    with pytest.raises(CheckpointError, match=r"holds a checkpoint already \(model\.safetensors\)"):
+    with pytest.raises(CheckpointError, match=r"holds a checkpoint already \(model\.safetensors, optimizer\.pt\)"):
         cut(model, path, path, 2)
     cut(model, path, tmp_path, 2)
     with pytest.raises(CheckpointError, match=r"holds a checkpoint already \(autotp"):
@@ -130,7 +131,7 @@ def halves(plain, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", LIES)
 def test_lies_of_the_manifest_are_named(halves, tmp_path, kind):
-    for file in halves.iterdir():
+    for file in filter(Path.is_file, halves.iterdir()):
         os.link(file, tmp_path / file.name) if file.name != MANIFEST_NAME else (tmp_path / file.name).write_text(file.read_text())
     break_manifest(tmp_path, LIES[kind])
     with pytest.raises(CheckpointError, match=str(tmp_path)):
@@ -161,6 +162,12 @@ def load_cut(group, path):
     finally:
         rewrite.make_plan = make_plan
     return autotp.full_state_dict(model), len(made)
+
+
+@pytest.mark.parametrize("command", [("merge",), ("reshard", "--tp", 2)], ids=["merge", "reshard"])
+def test_a_directory_that_was_not_cut_is_named(plain, tmp_path, capsys, command):
+    said = run_cli(command[0], plain[1], tmp_path / "out", *command[1:], code=2, capsys=capsys)
+    assert f"{plain[1]} is not a directory that `autotp shard` made" in said.err and not (tmp_path / "out").exists()
 
 
 def test_commands_and_loading(ranks, plain, tmp_path, capsys):

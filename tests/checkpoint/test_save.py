@@ -22,6 +22,7 @@ from autotp.comm import TPGroup
 from autotp.errors import AutoTPError, CheckpointError, GatherError
 from autotp.layers.base import TensorParallel_Layer, insert_class
 from autotp.shard import Shard
+from tests.ranks import grid
 
 CPU = torch.device("cpu")
 SMALL = dict(hidden_size=16, intermediate_size=25, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -248,6 +249,27 @@ def save_without_writing(group, path):
 def test_other_replicas_take_part_without_writing(ranks, tmp_path):
     ranks.run(save_without_writing, str(tmp_path / "model"))
     assert not (tmp_path / "model").exists()
+
+
+def save_both_copies(group, path):
+    tp = TPGroup(grid()["tp"].get_group(), CPU)
+    for seed in range(4):
+        save_pretrained(shard_model(make_model(True, seed=seed), tp), path, max_shard_size=2000)
+
+
+def test_replicas_that_save_at_once_take_turns(ranks, tmp_path):
+    """Neither removes what the other is writing, whatever the moment; nothing is left of the first one's files."""
+    ranks.run(save_both_copies, str(tmp_path), size=4)
+    check_loads(tmp_path, make_model(True, seed=3))
+    assert not (tmp_path / place.PARTIAL).exists()
+
+
+def test_a_directory_that_is_written_to_is_not_waited_for_forever(tmp_path):
+    with place.write_aside(tmp_path, 0), pytest.raises(CheckpointError, match="something else writes to"):
+        with place.write_aside(tmp_path, 0, wait_s=0.05):
+            pass
+    with place.write_aside(tmp_path, 0) as partial:
+        assert partial.is_dir()
 
 
 def test_plain_module_and_odd_tensors(tmp_path):

@@ -271,6 +271,12 @@ def run_misuse(group):
     with GatherReplacedLayerParams([model.up.weight], model):
         assert "'up.weight' is whole" in raised(model, torch.zeros(1, 6))
     model(torch.zeros(1, 6))
+    one = GatherReplacedLayerParams([model.up.weight], model)
+    with one:
+        assert "entered already" in raised(one.__enter__)
+    with one:
+        pass
+    model(torch.zeros(1, 6))
 
 
 def test_misuse_is_refused(ranks):
