@@ -15,6 +15,8 @@ from .shard import run_merge, run_reshard, run_shard
 from .train import run_train
 from .verify import DTYPES, run_verify
 
+PRECISIONS = ("fp8", "fp8-rowwise", "fp8-blockwise", "fp8-weights")  # names of inject/precision.py, which is read when needed
+
 SUMMARY = """\
 Make a Hugging Face model tensor-parallel: each GPU (or process) holds a slice
 of every layer.
@@ -239,6 +241,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser, model_help: str, json_he
     parser.add_argument(
         "--sequence-parallel", choices=WHEN_DEALT, default="never",
         help="when tokens are dealt to the ranks between split regions; auto: where there are many (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, metavar="RECIPE",
+        help="linears multiply in FP8: " + ", ".join(PRECISIONS) + " (weights are kept in it)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help=json_help)
 

@@ -39,4 +39,4 @@ def make_plan_of(args: argparse.Namespace) -> Plan:
     given = "auto" if args.plan is None else read_plan(args.plan)
     config, dealt = load_config(args.model), WHEN_DEALT[args.sequence_parallel]
     with show_progress(f"planning {args.model} over {args.tp} ranks"):
-        return make_plan(config, args.tp, plan=given, few_units=args.few_units, sequence_parallel=dealt)
+        return make_plan(config, args.tp, plan=given, few_units=args.few_units, sequence_parallel=dealt, precision=args.precision)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +30,7 @@ class TokenModule(TensorParallel_Layer):
     autotp_tokens: TokenPart
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        part = self.autotp_tokens
+        part, forward = self.autotp_tokens, super().forward  # here: torch.compile can't read `super()` inside two blocks
         stream = part.stream
         x = find_argument(part.enters[0], args, kwargs)
         if not isinstance(x, Tensor):
@@ -40,12 +40,12 @@ class TokenModule(TensorParallel_Layer):
             )
         with stream.running(self, part, x):
             if stream.layout is None:
-                output = super().forward(*args, **kwargs)
+                output = forward(*args, **kwargs)
             else:
                 args, kwargs = enter_module(part, args, kwargs)
                 whole = bool(part.scatters and find_wrapped(self, part, part.scatters))
                 with stream.keeping_whole(whole):
-                    output = run_dealt(self, super().forward, args, kwargs)
+                    output = run_dealt(self, forward, args, kwargs)
                 output = leave_module(part, output, part.slices or whole)
             if not part.gathers:
                 stream.note_output(output)
@@ -77,17 +77,22 @@ def run_dealt(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], k
     stream = part.stream
     if part.gathers:
         try:
-            if not stream.draws_apart:
-                return forward(*args, **kwargs)
-            with stream.drawing_together():
-                return forward(*args, **kwargs)
+            if stream.draws_apart:
+                with stream.drawing_together():
+                    output = forward(*args, **kwargs)
+            else:
+                output = forward(*args, **kwargs)
         finally:
             stream.local = stream.full = None
-    draws = part.draws and module.training
-    if not draws and not part.inside and not (part.summed and torch.is_grad_enabled()):
-        return forward(*args, **kwargs)
-    with read_summed(module, part), stream.drawing_apart() if draws else nullcontext():
-        return forward(*args, **kwargs)
+    elif part.draws and module.training:
+        with read_summed(module, part), stream.drawing_apart():
+            output = forward(*args, **kwargs)
+    elif part.inside or (part.summed and torch.is_grad_enabled()):
+        with read_summed(module, part):
+            output = forward(*args, **kwargs)
+    else:
+        output = forward(*args, **kwargs)
+    return output
 
 
 def find_wrapped(module: Any, part: TokenPart, names: Sequence[str]) -> dict[str, Any]:
