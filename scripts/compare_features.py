@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 LIMIT_S = 90
 IDS = torch.arange(24).reshape(2, 12) * 7 % 320
-SMALL = dict(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+SMALL: dict[str, Any] = dict(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
 SMALL |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-NO_DROPOUT = dict(hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+NO_DROPOUT: dict[str, Any] = dict(hidden_dropout_prob=0, attention_probs_dropout_prob=0)
 
 
 def llama(**given: Any) -> LlamaConfig:
@@ -76,7 +76,8 @@ def gradients(plain: Any, tp: Any) -> str:
 
 def clip(directory: Path, **given: Any) -> str:
     plain, tp = make(directory)
-    step(plain), step(tp)
+    step(plain)
+    step(tp)
     norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, **given) for model in (plain, tp)]
     return f"norms {norms[0]:.6f} and {whole(norms[1]):.6f}"
 
@@ -103,7 +104,7 @@ def save(directory: Path, **given: Any) -> str:
 
 
 def lora(directory: Path, target: Any = "all-linear") -> str:
-    wish = dict(r=4, target_modules=target, task_type="CAUSAL_LM", init_lora_weights=False)
+    wish: dict[str, Any] = dict(r=4, target_modules=target, task_type="CAUSAL_LM", init_lora_weights=False)
     plain, tp = (peft.get_peft_model(model, peft.LoraConfig(**wish)) for model in make(directory))
     torch.manual_seed(3)
     given = {name: torch.randn(p.shape) * 0.1 for name, p in plain.named_parameters() if p.requires_grad}
@@ -118,7 +119,7 @@ def lora(directory: Path, target: Any = "all-linear") -> str:
 
 def generate(directory: Path) -> str:
     plain, tp = (model.eval() for model in make(directory))
-    wish = dict(max_new_tokens=12, eos_token_id=None, attention_mask=torch.ones_like(IDS[:, :6]))
+    wish: dict[str, Any] = dict(max_new_tokens=12, eos_token_id=None, attention_mask=torch.ones_like(IDS[:, :6]))
     greedy = [model.generate(IDS[:, :6], do_sample=False, **wish) for model in (plain, tp)]
     torch.manual_seed(dist.get_rank())
     drawn = tp.generate(IDS[:, :6], do_sample=True, **wish)
@@ -129,7 +130,7 @@ def generate(directory: Path) -> str:
 
 def new_head(directory: Path) -> str:
     make(directory)
-    wish = dict(dtype=torch.float32, num_labels=4, tp_plan="auto")
+    wish: dict[str, Any] = dict(dtype=torch.float32, num_labels=4, tp_plan="auto")
     torch.manual_seed(dist.get_rank())
     model = AutoModelForSequenceClassification.from_pretrained(str(directory / "model"), **wish)
     own = whole(model.score.weight.detach())
@@ -160,8 +161,10 @@ def state(directory: Path) -> str:
 
 def train(directory: Path) -> str:
     _, tp = make(directory)
-    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in IDS] * 4
-    wish = dict(max_steps=3, use_cpu=True, save_steps=2, logging_steps=1, report_to=[], per_device_train_batch_size=2)
+    rows: Any = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in IDS] * 4
+    wish: dict[str, Any] = dict(
+        max_steps=3, use_cpu=True, save_steps=2, logging_steps=1, report_to=[], per_device_train_batch_size=2
+    )
     trainer = transformers.Trainer(tp, transformers.TrainingArguments(str(directory / "run"), **wish), train_dataset=rows)
     trainer.train()
     return f"grad norms {[round(log['grad_norm'], 4) for log in trainer.state.log_history if 'grad_norm' in log]}"
