@@ -233,7 +233,10 @@ def _wrap_get_state_dict(original: Callable) -> Callable:
 def _wrap_save_state(original: Callable) -> Callable:
     def save_state(self, output_dir=None, *args: Any, **kwargs: Any) -> Any:
         where = original(self, output_dir, *args, **kwargs)
-        _save_rank_state(find_prepared(self), self._optimizers, where if where is not None else output_dir, self.process_index)
+        group = find_prepared(self)
+        _save_rank_state(group, self._optimizers, where if where is not None else output_dir, self.process_index)
+        if group is not None:
+            self.wait_for_everyone()  # every rank reads what rank 0 writes; a load may be the next call
         return where
 
     return save_state

@@ -6,6 +6,7 @@ All take the whole job for theirs, so tests start jobs of their own: this file i
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -235,7 +236,10 @@ def run_accelerate(directory, parallelize):
 
     batches = list(zip(loader, expected, strict=True))
     step(*batches[0])
+    if dist.get_rank() == 0:  # which writes
+        accelerator.register_save_state_pre_hook(lambda *_: time.sleep(1))
     accelerator.save_state(str(directory / "state"))
+    accelerator.load_state(str(directory / "state"))
     step(*batches[1])
 
     rank = dist.get_rank()
