@@ -33,7 +33,7 @@ class SummedPart(TensorParallel_Layer):
     tokens: TokenStream | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        dealt = self.tokens is not None and self.tokens.layout is not None
+        dealt = self.tokens is not None and self.tokens.scatters
         if not torch.is_grad_enabled() or not (self.always or dealt):
             return super().forward(*args, **kwargs)
         own = self._parameters
