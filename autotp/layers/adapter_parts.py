@@ -5,6 +5,7 @@
 | `SummedPart` | whole, but each rank sees part of the work in it: its gradient is summed |
 | `DealtDropout` | what it drops is dealt to the ranks: each draws its own |
 | `DealtDora` | its norms and magnitudes are of a weight that is dealt |
+| `DealtRows` | around a linear that scatters its sums: its pieces do too |
 | `DealtDelta` | an embedding's adapter is whole, and merged into dealt rows |
 """
 
@@ -33,7 +34,7 @@ class SummedPart(TensorParallel_Layer):
     tokens: TokenStream | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        dealt = self.tokens is not None and self.tokens.layout is not None
+        dealt = self.tokens is not None and self.tokens.scatters
         if not torch.is_grad_enabled() or not (self.always or dealt):
             return super().forward(*args, **kwargs)
         own = self._parameters
@@ -91,6 +92,16 @@ class DealtDora(SummedPart):
             return torch.linalg.norm(total, dim=1).to(weight.dtype)
         squares = self.tp.all_reduce(total.float().square().sum(1))
         return squares.sqrt().to(weight.dtype)
+
+
+class DealtRows(TensorParallel_Layer):
+    """A LoRA layer around a row linear whose sums are scattered: all that it adds up are this rank's rows.
+
+    Attributes:
+        tokens: the linear's stream, by which the module around it knows that nothing stays whole.
+    """
+
+    tokens: TokenStream
 
 
 class DealtDelta(TensorParallel_Layer):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ..comm import TPGroup
 from ..errors import AutoTPError
 from ..shard import Cut, Shard
-from .adapter_parts import DealtDelta, DealtDora, DealtDropout, SummedPart
+from .adapter_parts import DealtDelta, DealtDora, DealtDropout, DealtRows, SummedPart
 from .base import TensorParallel_Layer, index_parameters, insert_class
 from .embedding import HiddenParallelEmbedding, VocabParallelEmbedding, VocabParallelHead
 from .linear import (
@@ -140,6 +140,9 @@ def plan_linear(name: str, layer: Any, base: Any) -> list[Piece]:
             pieces.append(Piece(b, names[1], EnteringLinear, {}, {"columns": base.columns, "reduce_dtype": base.reduce_dtype}))
         if adapter in layer.lora_magnitude_vector:
             pieces.append(_plan_magnitude(name, adapter, layer, base))
+    tokens = base.__dict__.get("tokens")
+    if pieces and tokens is not None and not isinstance(layer, TensorParallel_Layer):
+        pieces.append(Piece(layer, name, DealtRows, {}, {"tokens": tokens}))
     return pieces
 
 

@@ -33,6 +33,7 @@ from .clip import clip_grad_norm_, grad_norm, groups_of
 from .initialize import install_initialize
 from .integrations import Resize, Save, install_integrations, replace
 from .optimizers import check_optimizer
+from .peft_wraps import dealt_parametrizations
 from .recompute import install_recompute
 from .save_guard import install_save_guard
 
@@ -170,6 +171,8 @@ def _wrap_reparametrizations() -> None:
 
         def register(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
+            if type(given.get("parametrization")) in dealt_parametrizations:
+                return original(*args, **kwargs)
             _refuse_computed(given["module"], given.get("tensor_name") or given.get("name"))
             return original(*args, **kwargs)
 

@@ -41,6 +41,9 @@ UNSUPPORTED = {
 }  # fmt: skip
 UNSUPPORTED_INITS = ("eva", "corda", "lora_ga", "mica", "loftq")
 WEIGHTED = ("linear", "cat")  # kinds of add_weighted_adapter that work on parts
+PROXIES = ("_LoraParameterProxy", "_LoraFactorsProxy")  # of peft.tuners.lora.layer: what adds to a parameter during a forward
+# What may be registered on a shard: it is computed from pieces that are dealt as the shard is.
+dealt_parametrizations: set[type[nn.Module]] = set()
 
 
 def install_peft(replace: Callable[..., None]) -> None:
@@ -59,6 +62,7 @@ def install_peft(replace: Callable[..., None]) -> None:
     lora = [importlib.import_module(f"peft.tuners.lora.{name}") for name in GATHERING]
     for file in lora:
         replace(file, "gather_params_ctx", wrap_gather)
+    dealt_parametrizations.update(getattr(lora[0], name) for name in PROXIES if hasattr(lora[0], name))
     replace(BaseTuner, "inject_adapter", wrap_inject)
     replace(BaseTuner, "forward", wrap_forward)
     replace(LoraModel, "add_weighted_adapter", wrap_weighted)

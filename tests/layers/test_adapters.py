@@ -12,6 +12,7 @@ from torch import nn
 import autotp
 from autotp.errors import AutoTPError
 from autotp.layers.base import sharded_modules
+from autotp.layers.token_modules import TokenModule, find_wrapped
 from tests.models import batch, tiny
 
 peft = pytest.importorskip("peft")
@@ -106,8 +107,24 @@ def make(group, family="llama", before=False, plan="auto", sequence_parallel=Fal
     return model, plain, inputs
 
 
+def check_scatters(model):
+    """No adapter makes the module around it sum whole rows, of which it would deal each rank its own."""
+    for module in model.modules():
+        if isinstance(module, TokenModule):
+            names = (*module.autotp_tokens.scatters, *module.autotp_tokens.inside)
+            around = find_wrapped(module, module.autotp_tokens, names).values()
+            assert not any(isinstance(each, peft.tuners.lora.LoraLayer) for each in around), module.full_name
+
+
 def run_trains(group, family, options):
-    compare(*make(group, family, **options))
+    model, plain, inputs = make(group, family, **options)
+    if options.get("sequence_parallel"):
+        assert any(isinstance(module, TokenModule) for module in model.modules())
+        check_scatters(model)
+    compare(model, plain, inputs)
+    if options.get("sequence_parallel"):
+        autotp.unshard(model.get_base_model())
+        agree(model, plain, inputs)
 
 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -119,6 +136,7 @@ LATENT = {
 }  # fmt: skip
 EXPERTS = {"target_modules": ["q_proj", "gate"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 ENDS = {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "model_options": {"tie_word_embeddings": False}}
+OPT = {"do_layer_norm_before": True, "dropout": 0.0, "attention_dropout": 0.0}
 CASES = {
     "all linears, their biases": (
         "llama",
@@ -145,6 +163,11 @@ CASES = {
             "target_modules": ["q_proj", "o_proj"],
             "modules_to_save": ["input_layernorm", "down_proj", "lm_head"],
         },
+    ),
+    "dealt tokens, rows of the layer itself": (
+        "opt",
+        2,
+        {"sequence_parallel": True, "target_modules": ["q_proj", "out_proj", "fc2"], "lora_bias": True, "model_options": OPT},
     ),
     "stacked experts": ("mixtral", 2, EXPERTS),
     "stacked experts, before": ("mixtral", 2, {**EXPERTS, "before": True}),
