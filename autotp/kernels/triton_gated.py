@@ -8,7 +8,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from .triton_launch import address_rows, ceil_power, launch, on_own_device
+from .triton_launch import address_rows, ceil_power, on_own_device
 
 TILE, WARPS = 1024, 4  # elements of a program
 
@@ -150,10 +150,9 @@ def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     gate, _, gate_step, _ = address_rows(gate)
     up, _, up_step, _ = address_rows(up)
     rows, block, programs = tile(count, width)
-    launch(
-        _gated_forward, programs, gate, up, y, count, width, gate_step, up_step,
-        num_warps=WARPS, ACTIVATION=activation, ROWS=rows, BLOCK=block,
-    )  # fmt: skip
+    _gated_forward[(programs,)](
+        gate, up, y, count, width, gate_step, up_step, ACTIVATION=activation, ROWS=rows, BLOCK=block, num_warps=WARPS
+    )
     return y
 
 
@@ -171,8 +170,8 @@ def gated_backward(
     gate, _, gate_step, _ = address_rows(gate)
     up, _, up_step, _ = address_rows(up)
     rows, block, programs = tile(count, width)
-    launch(
-        _gated_backward, programs, dy, gate, up, dgate, dup, count, width, dy_step, gate_step, up_step, out_step,
+    _gated_backward[(programs,)](
+        dy, gate, up, dgate, dup, count, width, dy_step, gate_step, up_step, out_step,
         ACTIVATION=activation, ROWS=rows, BLOCK=block, num_warps=WARPS,
     )  # fmt: skip
     return dgate, dup

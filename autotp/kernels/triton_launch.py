@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALIGNMENT_BYTES = 16  # of a pointer, that Triton compiles for
-MOST_COMPILED = 4096  # calls that are remembered
-
 
 def on_own_device(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, with the device of its first argument current: Triton starts kernels on the current one."""
@@ -24,38 +21,6 @@ def on_own_device(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(x, *args, **kwargs)
 
     return guarded
-
-
-_compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
-
-
-def launch(kernel: Any, programs: int, *args: Any, num_warps: int, launch_pdl: bool = False, **constants: Any) -> None:
-    """`kernel[(programs,)](*args, **constants)`; a call like an earlier one costs the host less than Triton's own look-up.
-
-    Like it are calls on the same device with equal numbers and constants, and tensors of the same dtypes and alignments: Triton
-    compiles for no more than these.
-    """
-    device = torch._C._cuda_getDevice() if torch.cuda.is_initialized() else -1
-    key = (
-        id(kernel),
-        device,
-        num_warps,
-        launch_pdl,
-        *constants.values(),
-        *[(arg.dtype, arg.data_ptr() % ALIGNMENT_BYTES == 0) if isinstance(arg, Tensor) else arg for arg in args],
-    )
-    found = _compiled.get(key)
-    if found is not None:
-        compiled, rest = found
-        compiled[(programs, 1, 1)](*args, *rest)
-        return
-    options: dict[str, Any] = {"launch_pdl": True} if launch_pdl else {}
-    compiled = kernel[(programs,)](*args, num_warps=num_warps, **constants, **options)
-    if compiled is None:  # the interpreter compiles nothing
-        return
-    if len(_compiled) >= MOST_COMPILED:
-        _compiled.clear()
-    _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
 
 
 @lru_cache

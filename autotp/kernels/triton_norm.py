@@ -12,7 +12,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from .triton_launch import address_rows, ceil_power, count_processors, launch, on_own_device
+from .triton_launch import address_rows, ceil_power, count_processors, on_own_device
 
 PROGRAMS_PER_PROCESSOR = 2  # of the backward kernel
 
@@ -144,8 +144,7 @@ def norm_forward(
         residual, _, step, _ = address_rows(residual)
         total = torch.empty_like(y)
     rows, block, warps = tile_rows(width)
-    launch(
-        _norm_forward, triton.cdiv(count, rows),
+    _norm_forward[(triton.cdiv(count, rows),)](
         source, residual, _flat(weight), _flat(bias), y, total, rstd, mean,
         count, width, inner, outer_step, inner_step, step, eps,
         KIND=kind, ROWS=rows, BLOCK=block, num_warps=warps,
@@ -179,8 +178,7 @@ def norm_backward(
     partial = (programs, width)
     weight_sums = torch.empty(partial, dtype=torch.float32, device=x.device) if wanted[1] and weight is not None else None
     bias_sums = torch.empty(partial, dtype=torch.float32, device=x.device) if wanted[2] else None
-    launch(
-        _norm_backward, programs,
+    _norm_backward[(programs,)](
         dy, source, _flat(weight), rstd, mean, residual_grad if wanted[0] else None, dx, weight_sums, bias_sums,
         count, width, inner, outer_step, inner_step, dy_step, step,
         KIND=kind, ROWS=rows, BLOCK=block, num_warps=warps,
@@ -198,5 +196,5 @@ def _sum_up(partial: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         return None
     programs, width = partial.shape
     out = torch.empty(width, dtype=dtype, device=partial.device)
-    launch(_sum_programs, triton.cdiv(width, 32), partial, out, programs, width, num_warps=4, ROWS=64, BLOCK=32)
+    _sum_programs[(triton.cdiv(width, 32),)](partial, out, programs, width, ROWS=64, BLOCK=32)
     return out

@@ -9,7 +9,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from .triton_early import early, start_next, wait_for_previous
-from .triton_launch import ceil_power, launch, on_own_device
+from .triton_launch import ceil_power, on_own_device
 
 TILE = 4096  # elements that a program turns at a time
 WARP_ELEMENTS = 512
@@ -93,8 +93,7 @@ def _launch(cos: Tensor, sin: Tensor, q, k, interleaved: bool, backward: bool):
     k, k_out, k_steps, k_tile = _prepare(k)
     cos, sin = _side_by_side(cos), _side_by_side(sin)
     turned = cos.shape[-1]
-    launch(
-        _rotary, batch * tokens,
+    _rotary[(batch * tokens,)](
         q, q_out, k, k_out, cos, sin, tokens, 0 if q is None else q.shape[1], 0 if k is None else k.shape[1], *q_steps, *k_steps,
         *_steps(cos), *_steps(sin),
         D=width, R=turned, PAIRS=ceil_power(turned // 2), REST=ceil_power(width - turned) if turned < width else 0,
