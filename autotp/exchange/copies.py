@@ -2,6 +2,10 @@
 
 Streams wait for flags by themselves, by the driver's stream memory operations, so neither a multiprocessor nor the host does.
 Every rank queues the same moves in the same order; a rank that does not come is noticed by a Watch (watch.py).
+
+Buffers of a kind take turns, two of them. A rank says that it has put something into the one only after it has fetched all that
+it wanted from the other, as its copies run in order. So what was put there last has been fetched by all once everything of the
+use in between is here: nobody has to say so.
 """
 
 from __future__ import annotations
@@ -18,12 +22,12 @@ from torch import Tensor
 from ..comm import TPGroup
 from ..errors import AutoTPError
 from ..kernels.blocks import block_of
-from ..kernels.moves import Decision
+from ..kernels.moves import Decision, decide
 from .base import Exchange, Gather, Scatter
 from .device import CudaDevice
 from .watch import Watch
 
-SLOTS = 2  # buffers of each kind: the next exchange need not wait until all have fetched from the last
+SLOTS = 2  # buffers of each kind; with one, who has fetched from it would have to be told
 AT_LEAST = 0  # how a stream compares a flag
 NEVER = 2**30  # more than any flag counts
 Code = int | None  # of the first operation that failed
@@ -34,9 +38,10 @@ class _Slot:
 
     Attributes:
         uses: how often it was used; pointers: of every rank's buffer; capacity: bytes of each.
-        ready, fetched: for each peer, addresses of the flags by which it tells this rank (`here`) and this rank tells it.
-        places: where this rank's `ready` and `fetched` flags begin.
+        ready_here, ready_there: for each peer, the address of the flag by which it tells this rank, and this rank tells it.
+        place: where this rank's flags begin.
         queued: event of this rank's stream when a use begins; arrived: for each rank, when its block has been fetched.
+        complete: event of when all of the last use has; waits: the stream that waits for that already.
     """
 
     def __init__(self, exchange: CopyExchange, place: int) -> None:
@@ -46,15 +51,16 @@ class _Slot:
         self.views: dict[Any, Tensor] = {}
         size, me = exchange.group.tp_size, exchange.rank
 
-        self.places = [(place * 2 + kind) * size for kind in range(2)]  # of this rank's flags, ready and fetched
+        self.place = place * size
 
-        def flag(owner: int, kind: int, writer: int) -> int:
-            return exchange.flag_pointers[owner] + 4 * (self.places[kind] + writer)
+        def flag(owner: int, writer: int) -> int:
+            return exchange.flag_pointers[owner] + 4 * (self.place + writer)
 
-        self.ready_here, self.ready_there = ([flag(me, 0, p) for p in range(size)], [flag(p, 0, me) for p in range(size)])
-        self.fetched_here, self.fetched_there = ([flag(me, 1, p) for p in range(size)], [flag(p, 1, me) for p in range(size)])
+        self.ready_here, self.ready_there = ([flag(me, p) for p in range(size)], [flag(p, me) for p in range(size)])
         self.queued = exchange.device.make_event()
         self.arrived = [exchange.device.make_event() for _ in range(size)]
+        self.complete: int = self.queued
+        self.waits: int | None = None
 
     def grow(self, n_bytes: int) -> None:
         """Replace the buffer by one of `n_bytes`, on all ranks together."""
@@ -64,21 +70,19 @@ class _Slot:
         self.buffer, self.pointers = exchange.device.allocate(n_bytes)
         self.capacity = n_bytes
 
-    def begin(self, stream: int) -> Code:
-        """Take the next use of the buffer: `stream` waits until all have fetched what the last one put there."""
-        wait, uses, code = self.exchange.device.wait, self.uses, 0
-        for peer in self.exchange.peers:
-            code = code or wait(stream, self.fetched_here[peer], uses, AT_LEAST)
-        self.uses = uses + 1
-        return code
+    def wait_complete(self, stream: int) -> Code:
+        """`stream` waits until all of the last use is here."""
+        if stream == self.waits:
+            return 0
+        self.waits = stream
+        return self.exchange.device.wait_event(stream, self.complete, 0)
 
     def fetch(self, stream: int, peer: int, target: int, source: int, n_bytes: int) -> Code:
-        """Copy `n_bytes` from `peer`'s buffer once it says that they are there, and tell it."""
-        driver, uses = self.exchange.device, self.uses
+        """Copy `n_bytes` from `peer`'s buffer once it says that they are there."""
+        driver = self.exchange.device
         return (
-            driver.wait(stream, self.ready_here[peer], uses, AT_LEAST)
+            driver.wait(stream, self.ready_here[peer], self.uses, AT_LEAST)
             or (n_bytes and driver.copy(target, self.pointers[peer] + source, n_bytes, stream))
-            or driver.write(stream, self.fetched_there[peer], uses, 0)
             or driver.record(self.arrived[peer], stream)
         )
 
@@ -110,7 +114,7 @@ class CopyExchange(Exchange):
         self.rank, size, self.stream = group.tp_rank, group.tp_size, self.device.stream
         self.peers = tuple((self.rank + i) % size for i in range(1, size))
         self.sources = tuple(reversed(self.peers))
-        memory, self.flag_pointers = self.device.allocate(4 * 2 * SLOTS * 2 * size)
+        memory, self.flag_pointers = self.device.allocate(4 * 2 * SLOTS * size)
         self.flags, self.counter, self.broken = memory.view(torch.int32), self.device.make_counter(), ""
         self.done_pointer = self.counter.data_ptr()
         self.done = ctypes.c_int32.from_address(self.done_pointer)
@@ -141,8 +145,7 @@ class CopyExchange(Exchange):
         """Which ranks the oldest use that is not through waits for, and where."""
         number, kind, slot, uses = next(use for use in list(self.uses) if use[0] > self.done.value)
         flags = self.device.read(self.flags).tolist()
-        ready, fetched = (flags[start : start + self.group.tp_size] for start in slot.places)
-        missing = sorted(rank for rank in self.peers if ready[rank] < uses or fetched[rank] < uses - 1)
+        missing = sorted(rank for rank in self.peers if flags[slot.place + rank] < uses)
         who = f"TP rank(s) {missing} did not come" if missing else "its GPU did not finish what was queued before"
         return f"{kind} {number} of rows on TP rank {self.rank}: {who}"
 
@@ -151,21 +154,27 @@ class CopyExchange(Exchange):
         self.broken = reason
         self.device.fill(self.flags, NEVER)
 
-    def take_slot(self, kind: str, n_bytes: int) -> _Slot:
-        """The next buffer of a kind, grown to `n_bytes` if it is smaller; every rank asks for as many."""
+    def take_slot(self, kind: str, n_bytes: int, stream: int) -> _Slot:
+        """The next buffer of a kind, grown to `n_bytes` if it is smaller; every rank asks for as many.
+
+        `stream` waits until all have fetched what was put there last.
+        """
         slots, uses, done = self.slots[kind], self.uses, self.done.value
         while uses and uses[0][0] <= done:
             uses.popleft()
-        slot = slots.pop(0)
-        slots.append(slot)
+        slot, between = slots
+        self.slots[kind] = [between, slot]
         if slot.capacity < n_bytes:
             slot.grow(n_bytes)
+        self.device.check(between.wait_complete(stream))
+        slot.uses += 1
+        slot.waits = None
         return slot
 
     def decide(self, n_bytes: int, way: bool | None) -> Decision:
         if self.broken:
             raise AutoTPError(self.broken)
-        found = super().decide(n_bytes, way)
+        found = decide(n_bytes, way, "", self.smallest_bytes)
         if found.copies and self.device.is_capturing():
             return Decision(False, "a CUDA graph is being captured, whose replays would not wait for new rows")
         return found
@@ -191,33 +200,31 @@ class _CopyGather(Gather):
         super().__init__(full, (me, *exchange.sources))
         self.exchange, self.local, self.rank, self.rows = exchange, local, me, rows
         n_bytes, stream, driver = local.numel() * local.element_size(), exchange.stream, exchange.device
-        self.slot = slot = exchange.take_slot("gather", n_bytes)
-        source, target = local.data_ptr(), self.full.data_ptr()
         current = driver.current_stream()
-        code = slot.begin(current)
+        self.slot = slot = exchange.take_slot("gather", n_bytes, current)
+        source, target = local.data_ptr(), full.data_ptr()
         # A copy within one GPU runs on its multiprocessors: on the other stream it would wait until the next product leaves some.
-        code = code or driver.copy(slot.pointers[me], source, n_bytes, current)
+        code = driver.copy(slot.pointers[me], source, n_bytes, current)
         code = code or driver.record(slot.queued, current) or driver.wait_event(stream, slot.queued, 0)
         for peer in exchange.peers:
             code = code or driver.write(stream, slot.ready_there[peer], slot.uses, 0)
         for peer in exchange.sources:
             code = code or slot.fetch(stream, peer, target + peer * n_bytes, 0, n_bytes)
-        code = code or driver.copy(target + me * n_bytes, source, n_bytes, stream) or driver.record(slot.arrived[me], stream)
+        slot.complete = slot.arrived[me]
+        code = code or driver.copy(target + me * n_bytes, source, n_bytes, stream) or driver.record(slot.complete, stream)
         driver.check(code or exchange.finish_use("gather", slot))
 
     def wait(self, rank: int) -> Tensor:
         if rank == self.rank:
             return self.local
-        self._wait(rank)
+        device = self.exchange.device
+        device.check(device.wait_event(device.current_stream(), self.slot.arrived[rank], 0))
         return self.full[rank * self.rows : (rank + 1) * self.rows]
 
     def wait_all(self) -> Tensor:
-        self._wait(self.rank)
-        return self.full
-
-    def _wait(self, rank: int) -> None:
         device = self.exchange.device
-        device.check(device.wait_event(device.current_stream(), self.slot.arrived[rank], 0))
+        device.check(self.slot.wait_complete(device.current_stream()))
+        return self.full
 
 
 class _CopyScatter(Scatter):
@@ -229,8 +236,9 @@ class _CopyScatter(Scatter):
         self.block_bytes = -(-rows // size) * width * like.element_size()
         own = block_of(rows, exchange.rank, size)
         self.received = [like.new_empty(own.stop - own.start, width) for _ in exchange.peers]
-        self.slot = exchange.take_slot("scatter", len(exchange.peers) * self.block_bytes)
-        exchange.device.check(self.slot.begin(exchange.device.current_stream()))
+        stream = exchange.device.current_stream()
+        self.slot = exchange.take_slot("scatter", len(exchange.peers) * self.block_bytes, stream)
+        self.slot.complete = self.slot.arrived[exchange.sources[-1]]
 
     def _offset(self, sender: int, receiver: int) -> int:
         """Where in `sender`'s buffer the block of `receiver` lies, in bytes."""
@@ -255,7 +263,7 @@ class _CopyScatter(Scatter):
 
     def receive(self) -> Tensor | None:
         device = self.exchange.device
-        device.check(device.wait_event(device.current_stream(), self.slot.arrived[self.exchange.sources[-1]], 0))
+        device.check(self.slot.wait_complete(device.current_stream()))
         total, *others = self.received
         total = total.to(self.dtype or self.part_dtype)
         for part in others:

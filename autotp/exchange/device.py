@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ class CudaDevice:
     which return 0 or what `check` raises: torch's own cost the host several times as much.
 
     Attributes:
-        stream: handle of the stream where copies are queued.
+        stream: handle of the stream where copies are queued; current_stream(): of the one that torch queues on.
+        is_capturing(): whether what is queued becomes a graph.
     """
 
     def __init__(self, group: TPGroup) -> None:
@@ -40,6 +42,8 @@ class CudaDevice:
         self.copy = self._find(library, "cuMemcpyAsync", address, address, ctypes.c_size_t, pointer)
         self.record = self._find(library, "cuEventRecord", pointer, pointer)
         self.wait_event = self._find(library, "cuStreamWaitEvent", pointer, pointer, ctypes.c_uint)
+        self.current_stream = partial(torch._C._cuda_getCurrentRawStream, self._index)
+        self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
         self._create = self._find(library, "cuEventCreate", ctypes.POINTER(pointer), ctypes.c_uint)
 
     @staticmethod
@@ -76,20 +80,12 @@ class CudaDevice:
         """An integer that streams write and the host reads."""
         return torch.zeros(1, dtype=torch.int32).pin_memory()
 
-    def current_stream(self) -> int:
-        """Handle of the stream that torch queues on."""
-        return torch._C._cuda_getCurrentRawStream(self._index)
-
     @contextmanager
     def beside(self) -> Iterator[None]:
         """In it torch queues where copies are queued, behind what it queued before."""
         self._stream.wait_stream(torch.cuda.current_stream(self._index))
         with torch.cuda.stream(self._stream):
             yield
-
-    def is_capturing(self) -> bool:
-        """Whether what is queued becomes a graph."""
-        return torch._C._cuda_isCurrentStreamCapturing()
 
     def synchronize(self) -> None:
         """Wait on the host until the device is idle."""

@@ -19,9 +19,10 @@ The last two are for rows that all ranks have, and whose sums all ranks get: the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,8 +41,9 @@ def block_of(rows: int, rank: int, tp_size: int) -> slice:
     return slice(min(rows, rank * size), min(rows, (rank + 1) * size))
 
 
-class Dealt(NamedTuple):
-    """How rows are dealt in this call.
+@dataclass(frozen=True)
+class Dealt:
+    """How rows are dealt in this call, and in all that are like it: what follows from it is found out once.
 
     Attributes:
         exchange: what moves them; rank, tp_size: of the ranks they are dealt to.
@@ -59,14 +61,29 @@ class Dealt(NamedTuple):
     reduce_dtype: torch.dtype | None = None
     moves: Moves = BY_SIZE
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """M."""
         return prod(self.shape)
 
-    def block(self, rank: int) -> slice:
-        """The rows of `rank`."""
-        return block_of(self.rows, rank, self.tp_size)
+    @cached_property
+    def blocks(self) -> tuple[slice, ...]:
+        """The rows of each rank."""
+        return tuple(block_of(self.rows, rank, self.tp_size) for rank in range(self.tp_size))
+
+    @cached_property
+    def own(self) -> slice:
+        """The rows of this rank."""
+        return self.blocks[self.rank]
+
+    @cached_property
+    def missing(self) -> int:
+        """Rows of padding behind this rank's."""
+        return -(-self.rows // self.tp_size) - (self.own.stop - self.own.start)
+
+    def trim(self, full: Tensor) -> Tensor:
+        """The rows `[M, K]` of `full` `[T * R, K]`."""
+        return full if full.shape[0] == self.rows else full[: self.rows]
 
 
 def multiply_gathered_rows(
@@ -79,8 +96,8 @@ def multiply_gathered_rows(
 ) -> None:
     """Write `rows @ w + b` for each w `[K, N]` into its `[M, N]`, block by block as rows, cast to `dtype`, arrive."""
     for rank in gather.order:
-        block = dealt.block(rank)
-        rows = gather.wait(rank)[: block.stop - block.start]
+        block = dealt.blocks[rank]
+        rows = _take(gather, rank, block)
         rows = rows if dtype is None else rows.to(dtype)
         for w, bias, out in zip(weights, biases, outs, strict=True):
             if bias is None:
@@ -90,15 +107,21 @@ def multiply_gathered_rows(
     gather.wait_all()
 
 
+def _take(gather: Any, rank: int, block: slice) -> Tensor:
+    """The rows of `rank` that are rows of the whole, once they are here."""
+    rows, size = gather.wait(rank), block.stop - block.start
+    return rows if rows.shape[0] == size else rows[:size]
+
+
 def multiply_gathered_gradient(dealt: Dealt, gather: Any, weights: Sequence[Tensor]) -> Tensor:
     """`[M, K]`, the sum of `dy @ w` for each w `[Ni, K]`, whose dy `[M, Ni]` are the columns of gathered rows in turn."""
     sizes = [w.shape[0] for w in weights]
     if not gather.order:
-        return add_products([*zip(gather.wait_all()[: dealt.rows].split(sizes, 1), weights, strict=True)])
+        return add_products([*zip(dealt.trim(gather.wait_all()).split(sizes, 1), weights, strict=True)])
     dx = weights[0].new_empty(dealt.rows, weights[0].shape[1])
     for rank in gather.order:
-        block = dealt.block(rank)
-        rows = gather.wait(rank)[: block.stop - block.start]
+        block = dealt.blocks[rank]
+        rows = _take(gather, rank, block)
         add_products([*zip(rows.split(sizes, 1), weights, strict=True)], out=dx[block])
     return dx
 
@@ -115,7 +138,7 @@ def multiply_into_scatter(dealt: Dealt, rows: Tensor, weights: Sequence[Tensor],
         return scatter.reduce(pad(multiply(), dealt))
 
     for rank in scatter.order:
-        _multiply_block(rows[dealt.block(rank)], weights, scatter.place(rank))
+        _multiply_block(rows[dealt.blocks[rank]], weights, scatter.place(rank))
         scatter.send(rank)
     return pad_own(_multiply_own(dealt, scatter, rows, weights), dealt)
 
@@ -130,7 +153,7 @@ def _multiply_block(rows: Tensor, weights: Sequence[Tensor], out: Tensor) -> Ten
 
 def _multiply_own(dealt: Dealt, scatter: Any, rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """This rank's block of the sum; what it computes of that itself hides the last of the others' parts."""
-    block = rows[dealt.block(dealt.rank)]
+    block = rows[dealt.own]
     if len(weights) == 1:
         own = torch.mm(block, weights[0])
     else:
@@ -149,7 +172,7 @@ def sum_scattered(dealt: Dealt, factors: Factors, meanwhile: Callable[[], Found]
     if not scatter.order:  # at once, and before the rest: a collective in sequence has nothing to hide behind
         return scatter.reduce(pad(add_products(factors), dealt)), meanwhile()
     for rank in scatter.order:
-        add_products(factors, dealt.block(rank), scatter.place(rank))
+        add_products(factors, dealt.blocks[rank], scatter.place(rank))
         scatter.send(rank)
     if dealt.moves.early:
         return pad_own(_complete(dealt, factors, scatter), dealt), meanwhile()
@@ -163,19 +186,19 @@ def sum_whole(dealt: Dealt, factors: Factors, meanwhile: Callable[[], Found]) ->
     The exchange gives rows in blocks: where it does not, a sum of the whole is one collective, and the caller's.
     """
     dy, w = factors[0]
-    exchange, own = dealt.exchange, dealt.block(dealt.rank)
+    exchange = dealt.exchange
     full = dy.new_empty(dealt.tp_size * -(-dealt.rows // dealt.tp_size), w.shape[1])
     scatter = exchange.scatter(dealt.rows, w.shape[1], dy, dealt.reduce_dtype, True)
     for rank in scatter.order:
-        add_products(factors, dealt.block(rank), scatter.place(rank))
+        add_products(factors, dealt.blocks[rank], scatter.place(rank))
         scatter.send(rank)
-    mine = add_products(factors, own)
+    mine = add_products(factors, dealt.own)
     with exchange.beside():  # what is kept in names here lives until all of it has arrived
         received = scatter.receive()
         total = pad_own(received.add_(mine).to(mine.dtype), dealt)
         gather = exchange.gather(total, True, full)
     found = meanwhile()
-    return gather.wait_all()[: dealt.rows], found
+    return dealt.trim(gather.wait_all()), found
 
 
 def multiply_and_sum(dealt: Dealt, rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -183,15 +206,15 @@ def multiply_and_sum(dealt: Dealt, rows: Tensor, weights: Sequence[Tensor]) -> T
     width = sum(w.shape[1] for w in weights)
     scatter = dealt.exchange.scatter(dealt.rows, width, rows, dealt.reduce_dtype, True)
     for rank in scatter.order:
-        _multiply_block(rows[dealt.block(rank)], weights, scatter.place(rank))
+        _multiply_block(rows[dealt.blocks[rank]], weights, scatter.place(rank))
         scatter.send(rank)
     own = pad_own(_multiply_own(dealt, scatter, rows, weights), dealt)
-    return dealt.exchange.gather(own, True).wait_all()[: dealt.rows]
+    return dealt.trim(dealt.exchange.gather(own, True).wait_all())
 
 
 def _complete(dealt: Dealt, factors: Factors, scatter: Any) -> Tensor:
     """This rank's own block of the sum: the others' parts of it, to which its own products are added."""
-    received, block = scatter.receive(), dealt.block(dealt.rank)
+    received, block = scatter.receive(), dealt.own
     if received.dtype == factors[0][0].dtype:
         return add_products(factors, block, received, begun=True)
     own = add_products(factors, block)
@@ -220,5 +243,4 @@ def pad(rows: Tensor, dealt: Dealt) -> Tensor:
 
 def pad_own(rows: Tensor, dealt: Dealt) -> Tensor:
     """This rank's rows with zero rows after them, up to `[R, N]`."""
-    missing = -(-dealt.rows // dealt.tp_size) - rows.shape[0]
-    return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
+    return torch.cat([rows, rows.new_zeros(dealt.missing, rows.shape[1])]) if dealt.missing else rows

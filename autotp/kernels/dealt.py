@@ -20,7 +20,6 @@ Only x's own rows are kept for a column's backward, which gathers them again. bl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,31 +59,37 @@ def multiply_gathered(
     Args:
         gather: begun already, of its rows.
     """
-    return _apply(_Gathered, spec, x_local, weights, biases, merged, gather)
+    if not torch._C._is_any_autocast_enabled():
+        return _gathered(spec, None, x_local, weights, biases, merged, gather)
+    dtype = autocast_dtype(x_local)
+    with disable_autocast(x_local):
+        return _gathered(spec, dtype, x_local, weights, biases, merged, gather)
 
 
 def multiply_scattered(spec: ProductSpec, x: Tensor, weight: Tensor) -> Tensor:
     """This rank's rows of the ranks' sum of `x @ w.T`: x `[*shape, K]`, weight `[N, K]`, result `[*local_shape, N]`."""
-    return _apply(_Scattered, spec, x, (weight,), (None,), None, None)
-
-
-def _apply(step: Any, spec: ProductSpec, x: Tensor, weights: Any, biases: Any, merged: Merged | None, gather: Any) -> Any:
-    run = step.apply if torch.is_grad_enabled() else partial(step.forward, NoGraph())
     if not torch._C._is_any_autocast_enabled():
-        return run(spec, None, (merged, gather), x, *weights, *biases)
+        return _scattered(spec, None, x, weight)
     dtype = autocast_dtype(x)
     with disable_autocast(x):
-        return run(spec, dtype, (merged, gather), x, *weights, *biases)
+        return _scattered(spec, dtype, x, weight)
 
 
-class NoGraph:
-    """The context of a step that nobody differentiates: where no graph is recorded, a step costs the host less without one."""
+def _gathered(spec: ProductSpec, dtype: Any, x: Tensor, weights: Any, biases: Any, merged: Merged | None, gather: Any) -> Any:
+    """`multiply_gathered` in `dtype`: where nothing is differentiated, without the autograd step, which costs the host more."""
+    if torch.is_grad_enabled():
+        return _Gathered.apply(spec, dtype, (merged, gather), x, *weights, *biases)
+    gather = gather or spec.dealt.exchange.gather(_as_matrix(x, dtype), spec.dealt.moves.forward)
+    if merged is None:
+        return _run_gathered(spec, dtype, gather, [_cast(w, dtype) for w in weights], biases)
+    return _split(_run_gathered(spec, dtype, gather, (_cast(merged.weight, dtype),), (merged.bias,))[0], weights)
 
-    needs_input_grad = (False,) * 256
 
-    def set_materialize_grads(self, value: bool) -> None: ...
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+def _scattered(spec: ProductSpec, dtype: torch.dtype | None, x: Tensor, weight: Tensor) -> Tensor:
+    """`multiply_scattered` in `dtype`, the same way."""
+    if torch.is_grad_enabled():
+        return _Scattered.apply(spec, dtype, None, x, weight, None)
+    return _run_scattered(spec, _as_matrix(x, dtype), _cast(weight, dtype))
 
 
 class _Gathered(torch.autograd.Function):
@@ -92,17 +97,13 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx, spec: ProductSpec, dtype: torch.dtype | None, given: tuple[Any, Any], x: Tensor, *params: Any) -> Any:
         (merged, gather), count = given, len(params) // 2
         weights, biases = params[:count], params[count:]
-        cast = [_cast(w, dtype) for w in weights]
         joined = _note_call(ctx, spec, dtype, merged, x, weights, biases)
-        local = _cast(x, dtype).reshape(-1, x.shape[-1])
-        dealt = spec.dealt
-        gather = gather or dealt.exchange.gather(local, dealt.moves.forward)  # it holds all rows: it goes with the forward
-        ctx.save_for_backward(local if True in ctx.needs_input_grad[4 : 4 + count] else None, *(() if merged else cast))
+        local, cast = _as_matrix(x, dtype), [] if merged is not None else [_cast(w, dtype) for w in weights]
+        gather = gather or spec.dealt.exchange.gather(local, spec.dealt.moves.forward)  # holds all rows: goes with the forward
+        ctx.save_for_backward(local if True in ctx.needs_input_grad[4 : 4 + count] else None, *cast)
         if merged is not None:
-            (y,) = _multiply_gathered(spec, gather, dtype, [joined], [_cast(merged.bias, dtype)])
-            return torch.unsafe_split_with_sizes(_shaped(y, dealt), [w.shape[0] for w in weights], -1)
-        products = _multiply_gathered(spec, gather, dtype, cast, [_cast(b, dtype) for b in biases])
-        return tuple(_own(_shaped(y, dealt)) for y in products)
+            return _split(_run_gathered(spec, dtype, gather, (joined,), (merged.bias,))[0], weights)
+        return tuple([_own(y) for y in _run_gathered(spec, dtype, gather, cast, biases)])
 
     @staticmethod
     @once_differentiable
@@ -126,7 +127,7 @@ def _gathered_backward(ctx: Any, rows: dict[int, Tensor]) -> tuple[Tensor | None
     joined = join_gradients(ctx, rows)
 
     def multiply_weights() -> list[Tensor | None]:
-        return weight_gradients(ctx, rows, joined, None if gather is None else gather.wait_all()[: dealt.rows])
+        return weight_gradients(ctx, rows, joined, None if gather is None else dealt.trim(gather.wait_all()))
 
     if wanted[3]:
         dx, dw = sum_scattered(dealt, find_factors(ctx, rows, joined, saved), multiply_weights)
@@ -139,13 +140,10 @@ def _gathered_backward(ctx: Any, rows: dict[int, Tensor]) -> tuple[Tensor | None
 class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx, spec: ProductSpec, dtype: Any, given: Any, x: Tensor, weight: Tensor, bias: None) -> Tensor:
-        dealt = spec.dealt
         _note_call(ctx, spec, dtype, None, x, (weight,), (bias,))
-        rows, cast = _cast(x, dtype).reshape(-1, x.shape[-1]), _cast(weight, dtype)
+        rows, cast = _as_matrix(x, dtype), _cast(weight, dtype)
         ctx.save_for_backward(rows if ctx.needs_input_grad[4] else None, cast if ctx.needs_input_grad[3] else None)
-        w = as_rows(cast, spec).t()
-        y = multiply_into_scatter(dealt, rows, [w], lambda: spec.run(rows, cast))
-        return y.view(*dealt.local_shape, y.shape[-1])
+        return _run_scattered(spec, rows, cast)
 
     @staticmethod
     @once_differentiable
@@ -163,7 +161,7 @@ def _scattered_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     dx = None
     if weight is not None:
         dx = multiply_gathered_gradient(dealt, gather, [as_rows(weight, ctx.spec)]).view(ctx.shape).to(ctx.dtype)
-    rows = {0: gather.wait_all()[: dealt.rows]}
+    rows = {0: dealt.trim(gather.wait_all())}
     return None, None, None, dx, weight_gradients(ctx, rows, rows[0], x)[0], None
 
 
@@ -205,7 +203,7 @@ def backward_linear(
         gather = exchange.gather(x, way) if wants_dw else None
 
         def multiply_weight() -> Tensor | None:
-            return None if gather is None else _multiply_into(dy, gather.wait_all()[: dealt.rows], main_grad, overwrite)
+            return None if gather is None else _multiply_into(dy, dealt.trim(gather.wait_all()), main_grad, overwrite)
 
         dx, dw = sum_scattered(dealt, [(dy, weight)], multiply_weight) if wants_dx else (None, multiply_weight())  # type: ignore
         return dx, dw, dy.sum(0) if wants_db else None
@@ -213,7 +211,7 @@ def backward_linear(
         return None, None, None
     gather = exchange.gather(dy, way)
     dx = multiply_gathered_gradient(dealt, gather, [weight]) if wants_dx else None  # type: ignore[arg-type]
-    rows = gather.wait_all()[: dealt.rows]
+    rows = dealt.trim(gather.wait_all())
     dw = _multiply_into(rows, x, main_grad, overwrite) if wants_dw else None  # type: ignore[arg-type]
     return dx, dw, rows.sum(0) if wants_db else None
 
@@ -261,16 +259,30 @@ def _note_call(ctx: Any, spec: ProductSpec, dtype: Any, merged: Merged | None, x
     return weight
 
 
-def _multiply_gathered(spec: ProductSpec, gather: Any, dtype: torch.dtype | None, weights: Any, biases: Any) -> list[Tensor]:
-    """`[M, N]` of each weight."""
+def _run_gathered(spec: ProductSpec, dtype: torch.dtype | None, gather: Any, weights: Any, biases: Any) -> list[Tensor]:
+    """`[*shape, N]` of each weight, which is of `dtype` already."""
     dealt = spec.dealt
-    if not gather.order:
-        rows = _cast(gather.wait_all(), dtype)[: dealt.rows]
-        return [spec.run(rows, w, b) for w, b in zip(weights, biases, strict=True)]
-    turned = [as_rows(w, spec).t() for w in weights]
-    outs = [w.new_empty(dealt.rows, w.shape[1]) for w in turned]
-    multiply_gathered_rows(dealt, gather, turned, outs, biases, dtype)
-    return outs
+    if dtype is not None:
+        biases = [_cast(b, dtype) for b in biases]
+    if gather.order:
+        turned = [as_rows(w, spec).t() for w in weights]
+        found = [w.new_empty(dealt.rows, w.shape[1]) for w in turned]
+        multiply_gathered_rows(dealt, gather, turned, found, biases, dtype)
+    else:
+        rows = _cast(dealt.trim(gather.wait_all()), dtype)
+        found = [spec.run(rows, w, b) for w, b in zip(weights, biases, strict=True)]
+    return [y.view(*dealt.shape, y.shape[1]) for y in found]
+
+
+def _run_scattered(spec: ProductSpec, rows: Tensor, weight: Tensor) -> Tensor:
+    """`[*local_shape, N]` of rows `[M, K]`."""
+    dealt = spec.dealt
+    y = multiply_into_scatter(dealt, rows, (as_rows(weight, spec).t(),), lambda: spec.run(rows, weight))
+    return y.view(*dealt.local_shape, y.shape[1])
+
+
+def _split(y: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return torch.unsafe_split_with_sizes(y, [w.shape[0] for w in weights], -1)
 
 
 def _check_main_grads(ctx: Any) -> None:
@@ -281,12 +293,12 @@ def _check_main_grads(ctx: Any) -> None:
             find_main_grad(parameter, name)
 
 
-def _shaped(y: Tensor, dealt: Dealt) -> Tensor:
-    return y.view(*dealt.shape, y.shape[-1])
-
-
 def _own(y: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+
+def _as_matrix(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return (x if dtype is None else x.to(dtype)).reshape(-1, x.shape[-1])
 
 
 def _cast(tensor: Any, dtype: torch.dtype | None) -> Any:

@@ -30,7 +30,7 @@ class TokenModule(TensorParallel_Layer):
     autotp_tokens: TokenPart
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        part, forward = self.autotp_tokens, super().forward  # here: torch.compile can't read `super()` inside two blocks
+        part, forward = self.autotp_tokens, super().forward  # here: torch.compile can't read `super()` inside a block
         stream = part.stream
         x = find_argument(part.enters[0], args, kwargs)
         if not isinstance(x, Tensor):
@@ -38,17 +38,20 @@ class TokenModule(TensorParallel_Layer):
                 f"{part.name}: argument '{part.enters[0][0]}', by which the plan deals tokens, is a {type(x).__name__}: pass a "
                 f"tensor, or sequence_parallel=False"
             )
-        with stream.running(self, part, x):
+        running = stream.begin(self, part, x)
+        try:
             if stream.layout is None:
                 output = forward(*args, **kwargs)
             else:
                 args, kwargs = enter_module(part, args, kwargs)
-                whole = bool(part.scatters and find_wrapped(self, part, part.scatters))
-                with stream.keeping_whole(whole):
-                    output = run_dealt(self, forward, args, kwargs)
-                output = leave_module(part, output, part.slices or whole)
+                stream.keeps_whole = whole = bool(part.scatters and find_wrapped(self, part, part.scatters))
+                output = run_dealt(self, forward, args, kwargs)
+                if part.slices or whole or part.joins:
+                    output = leave_module(part, output, part.slices or whole)
             if not part.gathers:
                 stream.note_output(output)
+        finally:
+            stream.end(running)
         if part.joins and stream.layout is not None:
             stream.layout, stream.joined = None, stream.layout
         return output
@@ -87,10 +90,11 @@ def run_dealt(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], k
     elif part.draws and module.training:
         with read_summed(module, part), stream.drawing_apart():
             output = forward(*args, **kwargs)
-    elif part.inside or (part.summed and torch.is_grad_enabled()):
+    elif (part.inside or part.summed) and torch.is_grad_enabled():
         with read_summed(module, part):
             output = forward(*args, **kwargs)
     else:
+        list_around(module, part)  # raises where a wrap would give wrong numbers
         output = forward(*args, **kwargs)
     return output
 
@@ -108,9 +112,8 @@ def find_wrapped(module: Any, part: TokenPart, names: Sequence[str]) -> dict[str
 
 
 def leave_module(part: TokenPart, output: Any, slices: bool) -> Any:
-    """The output as it is passed on; it is whole, and dealt here, if the module `slices`."""
-    change = part.stream.split if slices else part.stream.join if part.joins else None
-    return output if change is None else map_first(output, change, part.name)
+    """The output as it is passed on: whole, and dealt here, if the module `slices`; else dealt, and joined here."""
+    return map_first(output, part.stream.split if slices else part.stream.join, part.name)
 
 
 @contextmanager

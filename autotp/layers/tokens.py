@@ -59,6 +59,9 @@ class Layout(NamedTuple):
         return (*[1] * (len(self.lead) - 1), self.share)
 
 
+Running = tuple[Any, int, bool, Layout | None, bool]  # what a stream is again behind a module: see TokenStream.begin
+
+
 class Moment(NamedTuple):
     """Where a forward is in a stream, whose attributes these are; `place`: of its own frame among those that are open."""
 
@@ -108,7 +111,7 @@ class TokenStream:
         owners: how many modules run that hold both the layers and what joins the rows again; nothing is dealt outside all of
             them. None where nobody counts.
         suspended: deal nothing: somebody collects what passes between the layers.
-        keeps_whole: row linears leave their sums whole, as the module around them deals what it returns.
+        keeps_whole: row linears leave their sums whole, as the module around them deals what it returns; of the one that runs.
         local, full: what was gathered last, while its module runs; gathering: that module's name.
     """
 
@@ -147,9 +150,8 @@ class TokenStream:
             return None
         return Layout(tuple(x.shape[:-1]), rows, -(-rows // size))
 
-    @contextmanager
-    def running(self, module: Any, part: TokenPart, x: Tensor) -> Iterator[None]:
-        """Around the forward of `module`: which layout `x`, that enters it, has.
+    def begin(self, module: Any, part: TokenPart, x: Tensor) -> Running:
+        """Before the forward of `module`: which layout `x`, that enters it, has. `end` is to be told what this returns.
 
         A checkpoint runs a module again within backward, perhaps after other forwards: there the layout is that of the forward
         in which `x`'s memory entered.
@@ -173,14 +175,15 @@ class TokenStream:
             self._note(x)
         self._inside = outer + 1
         token = None if compiling else RUNNING.set((*RUNNING.get(), module))
-        try:
-            yield
-        finally:
-            if token is not None:
-                RUNNING.reset(token)
-            self._inside = outer
-            if outer == 0 and again:
-                self.layout = before
+        return token, outer, outer == 0 and again, before, self.keeps_whole
+
+    def end(self, running: Running) -> None:
+        """After that forward, whatever became of it."""
+        token, self._inside, alone, before, self.keeps_whole = running
+        if token is not None:
+            RUNNING.reset(token)
+        if alone:
+            self.layout = before
 
     def _check_begins(self, part: TokenPart, x: Tensor) -> None:
         if self.layout is not None or (self.joined is not None and tuple(x.shape[:-1]) == self.joined.dealt):
@@ -275,23 +278,28 @@ class TokenStream:
         """
         if x is self.local and self.full is not None:
             return self.full
-        layout, hold = self._layout(), None
         if watches_operations() or x.ndim < 2:
-            full = self.join(x)
+            full, hold = self.join(x), None
         else:
-            lead, rest = (layout.lead, x.ndim - 1) if self._is_dealt(x) else ((layout.rows,), 1)
-            exchange, reader = find_exchange(self.group), self._readers.get(self.gathering)
-            siblings = None if reader is None or x.ndim != rest + 1 else reader()
-            moves = BY_SIZE if siblings is None else siblings.choose_moves(exchange)
-            gather = exchange.gather(x.detach().reshape(layout.share, -1), moves.forward)
-            if siblings is not None:
-                hold = siblings.begin_ahead(x, gather, moves)
-            rows = gather.wait_all()[: layout.rows].view(*lead, *x.shape[rest:])
-            full = collect_rows(x, self.group, layout.rows, rows) if x.requires_grad and torch.is_grad_enabled() else rows
+            full, hold = self._gather_moving(x)
         self.local, self.full = x, full
         if hold is not None:
             hold(full)
         return full
+
+    def _gather_moving(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], None] | None]:
+        """The rows, and what is to be told the tensor that the linears will ask by."""
+        layout, hold = self._layout(), None
+        lead, rest = (layout.lead, x.ndim - 1) if self._is_dealt(x) else ((layout.rows,), 1)
+        exchange, reader = find_exchange(self.group), self._readers.get(self.gathering)
+        siblings = None if reader is None or x.ndim != rest + 1 else reader()
+        moves = BY_SIZE if siblings is None else siblings.choose_moves(exchange)
+        gather = exchange.gather(x.detach().reshape(layout.share, -1), moves.forward)
+        if siblings is not None:
+            hold = siblings.begin_ahead(x, gather, moves)
+        rows = gather.wait_all()
+        rows = (rows if rows.shape[0] == layout.rows else rows[: layout.rows]).view(*lead, *x.shape[rest:])
+        return (collect_rows(x, self.group, layout.rows, rows) if x.requires_grad and torch.is_grad_enabled() else rows), hold
 
     def note_reader(self, siblings: Any) -> None:
         """`siblings` read what the running module gathered."""
@@ -339,15 +347,6 @@ class TokenStream:
         self.leave_whole_rows()
         rows = pad_rows(y.reshape(layout.rows, *rest), self.group.tp_size)
         return scatter_rows_to_group(rows, self.group, dtype).view(*lead, *rest)
-
-    @contextmanager
-    def keeping_whole(self, wanted: bool) -> Iterator[None]:
-        """Within it row linears leave their sums whole if `wanted`."""
-        before, self.keeps_whole = self.keeps_whole, wanted
-        try:
-            yield
-        finally:
-            self.keeps_whole = before
 
     @property
     def scatters(self) -> bool:

@@ -34,10 +34,11 @@ def move_much(exchange, seed):
         everyone = [part(step, other, rows, width) for other in range(size)]
         dealt = Dealt(exchange, rank, size, (rows,), (share,), moves=Moves(True, True, True, True, step % 2 == 0))
         eye = torch.eye(width)
-        if kind == "gathers":  # two on their way at once, read the other way round
-            locals_ = [part(step + i, rank, share, width) for i in (100, 200)]
+        if kind == "gathers":  # as many on their way at once as there are buffers, or more; read the other way round
+            numbers = range(100, draw.choice((300, 600)), 100)
+            locals_ = [part(step + i, rank, share, width) for i in numbers]
             begun = [exchange.gather(local.clone(), True) for local in locals_]
-            for i, gather in zip((200, 100), reversed(begun), strict=True):
+            for i, gather in zip(reversed(numbers), reversed(begun), strict=True):
                 expected = [part(step + i, other, share, width) for other in range(size)]
                 for other in gather.order:
                     assert torch.equal(gather.wait(other), expected[other])
