@@ -10,7 +10,7 @@ A random Llama of Llama-3-8B's shape, bf16, greedy. Every RESULT line is one mea
 |---|---|
 | warm_up | seconds, and graphs captured, for one row and all lengths up to those below |
 | generate | wall milliseconds a token over 256 new tokens after 1024; "decode_ms" without the prompt's share |
-| first_token | milliseconds to the first token of 4096 |
+| first_token | milliseconds to the first token of 4096; "replay_ms" of its graph alone, "body_ms" of the same layers launched one by one |
 | memory | GiB beyond this rank's weights and cache, at the peak |
 | many | generations of random lengths and batches on two layers: captures and bytes allocated that were added after warm-up |
 | step | one decoding step under the profiler: kernel, calls, microseconds |
@@ -35,6 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 import autotp
 from autotp.comm import init_process_group_from_env, local_device
 from autotp.generation.engine import find_engine
+from autotp.generation.prompt import PromptStep
 
 MOE = os.environ.get("MOE") == "1"
 SMALL = os.environ.get("SMALL") == "1"
@@ -150,7 +151,12 @@ def measure_generate(model: Any, batch: int) -> None:
 
 def measure_first_token(model: Any) -> None:
     generate(model, 1, LONG, 1)
-    print_result("first_token", context=LONG, ms=round(time_ms(lambda: generate(model, 1, LONG, 1), 5), 2))
+    whole, ids = time_ms(lambda: generate(model, 1, LONG, 1), 5), draw_prompt(1, LONG, model.device)
+    graphs = [step.graph for step in engine_of(model).steps.values() if isinstance(step, PromptStep) and step.tokens == LONG]
+    replay = round(time_ms(graphs[-1].replay, 5), 2) if graphs and graphs[-1] is not None else None
+    with torch.no_grad():
+        body = time_ms(lambda: model.model(ids, use_cache=False), 5)
+    print_result("first_token", context=LONG, ms=round(whole, 2), replay_ms=replay, body_ms=round(body, 2))
 
 
 def measure_memory(model: Any, weights: int) -> None:

@@ -1,6 +1,7 @@
 """The checks that two ranks run under torchrun; prints one line a check and fails if any failed.
 
-`torchrun --nproc-per-node 2 tests/gpu/two_gpus.py`; DEVICE=cpu runs them over gloo.
+`torchrun --nproc-per-node 2 tests/gpu/two_gpus.py [NAME ...]`; DEVICE=cpu runs them over gloo. With names, such as
+`check_many_steps`, those alone; `STEPS=1000` is how many steps that one runs.
 """
 
 import copy
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, St
 
 import autotp
 from autotp.checkpoint.random_state import random_state, set_random_state
+from autotp.comm import init_process_group_from_env
 from autotp.generation.engine import find_engine
 from autotp.layers.decoding import decoding_step
 from autotp.train.optimizer import MasterOptimizer
@@ -328,6 +330,7 @@ ALONE += (check_training_state,)
 
 
 def main():
+    init_process_group_from_env()
     torch.backends.cuda.matmul.allow_tf32 = False
     checks = [(f, family) for f in (check_float32, check_steps, check_bf16, check_gather_and_save) for family in FAMILIES]
     checks += [(f, "llama") for f in ALONE]
@@ -335,8 +338,12 @@ def main():
     checks += [(check_decoding, family) for family in FAMILIES]
     checks += [(check_norm_linear, norm) for norm in ("LayerNorm", "RMSNorm")]
     checks += [(check, None) for check in (*moving_rows.CHECKS, *drawing.CHECKS)]
-    failed = 0
+    failed, names = 0, sys.argv[1:]
+    unknown = set(names) - {check.__name__ for check, _ in checks}
+    assert not unknown, f"there is no {sorted(unknown)}"
     for check, family in checks:
+        if names and check.__name__ not in names:
+            continue
         try:
             line = "ok: " + check(*([family] if family else []))
         except Exception as error:
