@@ -10,7 +10,7 @@ A random Llama of Llama-3-8B's shape, bf16, greedy. Every RESULT line is one mea
 |---|---|
 | warm_up | seconds, and graphs captured, for one row and all lengths up to those below |
 | generate | wall milliseconds a token over 256 new tokens after 1024; "decode_ms" without the prompt's share |
-| first_token | milliseconds to the first token of 4096; "replay_ms" of its graph alone, "body_ms" of the same layers launched one by one |
+| first_token | milliseconds to the first token of 4096; "replay_ms": its graph alone, "body_ms": its layers, one by one |
 | memory | GiB beyond this rank's weights and cache, at the peak |
 | many | generations of random lengths and batches on two layers: captures and bytes allocated that were added after warm-up |
 | step | one decoding step under the profiler: kernel, calls, microseconds |
