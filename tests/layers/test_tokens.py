@@ -5,9 +5,10 @@ import torch
 
 from autotp.errors import PlanError
 from autotp.inject.threads import SoloGroup
-from autotp.layers.tokens import LEAST_BYTES, Layout, TokenStream, map_first
+from autotp.layers.tokens import LEAST_BYTES, LEAST_BYTES_WITHOUT_GRADIENT, Layout, TokenStream, map_first
 
-WIDE = LEAST_BYTES // 4 // 8  # columns of float32 of which 8 rows are what "auto" wants on a rank
+# Columns of float32 of which 8 rows are what "auto" wants on a rank: in training, and where no gradient is wanted.
+WIDE, WIDER = LEAST_BYTES // 4 // 8, LEAST_BYTES_WITHOUT_GRADIENT // 4 // 8
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,8 @@ WIDE = LEAST_BYTES // 4 // 8  # columns of float32 of which 8 rows are what "aut
         ("auto", (3, 7, 4), True, None),
         ("auto", (2, 8, WIDE), True, Layout((2, 8), 16, 8)),
         ("auto", (1, 15, WIDE), True, None),
+        ("auto", (2, 8, WIDER), False, Layout((2, 8), 16, 8)),
+        ("auto", (1, 15, WIDER), False, None),
     ],
 )
 def test_when_tokens_are_dealt(mode, shape, trains, expected):
@@ -33,6 +36,12 @@ def test_when_tokens_are_dealt(mode, shape, trains, expected):
     assert stream.choose(x) is None
     stream.suspended, stream.owners = False, 0  # counted, and none runs
     assert stream.choose(x) is None
+
+
+def test_a_checkpoints_forward_without_a_graph_is_training():
+    x = torch.empty(2, 8, WIDE, requires_grad=True)
+    with torch.no_grad():
+        assert TokenStream(SoloGroup(0, 2), "auto").choose(x) == Layout((2, 8), 16, 8)
 
 
 def test_the_first_tensor_of_an_output_is_changed():
