@@ -29,7 +29,7 @@ from .draws import keep_random
 from .experts import experts_forward, find_experts
 from .forwards import differentiates_forward, is_as_tried, replace_forward
 from .plan import Fusion, Plan
-from .residual import find_residual, rewrite_residual
+from .residual import find_residual, read_shift, rewrite_residual
 from .rotary import find_rotary, rewrite_rotary
 from .trial import HALVES, OWN, Answer, agree, agree_loosely, make_twin, number_kinds, run_twin, trying
 
@@ -165,7 +165,7 @@ def norm_forward(own: Callable[..., Any], kind: str, eps: float) -> Callable[...
             return own(self, *args, **kwargs)
         (x,), weight, ready = args, self.weight, self.__dict__.pop("ready", None)
         if isinstance(x, PendingSum) and not torch.is_autocast_enabled(x.device.type):
-            y = x.finish_with_norm(weight, getattr(self, "bias", None), eps, kind) if x.shape[-1:] == weight.shape else None
+            y = x.finish_with_norm(weight, read_shift(self, kind), eps, kind) if x.shape[-1:] == weight.shape else None
             if y is not None:
                 return y
         x = settle(x)
@@ -173,7 +173,7 @@ def norm_forward(own: Callable[..., Any], kind: str, eps: float) -> Callable[...
             return ready[3]
         if x.dtype is not weight.dtype or x.shape[-1:] != weight.shape or torch.is_autocast_enabled(x.device.type):
             return own(self, x)
-        return norm(x, weight, getattr(self, "bias", None), eps, kind)
+        return norm(x, weight, read_shift(self, kind), eps, kind)
 
     forward.fused_norm = kind, eps  # type: ignore[attr-defined]
     return forward

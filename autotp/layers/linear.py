@@ -30,7 +30,7 @@ from ..collectives import (
 )
 from ..comm import TPGroup, resolve_group
 from ..errors import PlanError
-from ..exchange import Gather, find_exchange
+from ..exchange import Gather
 from ..kernels import few_rows
 from ..kernels.dealt import Dealt, multiply_gathered, multiply_scattered
 from ..kernels.dispatch import Problem, select
@@ -204,14 +204,14 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
                 return self.add_bias_of_rows(y.view(*layout.local_shape, -1))
         if watches_operations() or x.ndim < 2 or self.scaling is not None:
             return self.add_bias_of_rows(tokens.scatter(self.multiply_partial(x), self.reduce_dtype))
-        dealt = tokens.describe(x, self.reduce_dtype, choose_moves([self], find_exchange(self.tp)))
+        dealt = tokens.describe(x, self.reduce_dtype, choose_moves([self], self.tp))
         y = multiply_scattered(self._dealt_spec(tokens, dealt), x, self.weight)
         tokens.leave_whole_rows()
         return self.add_bias_of_rows(y)
 
     def multiply_gathered(self, x: Tensor, local: Tensor, tokens: TokenStream) -> Tensor:
         """`x @ w.T + b`, the gradient summed over the ranks for the rows `local` that `x` was gathered from."""
-        dealt = tokens.describe(x, self.reduce_dtype, choose_moves([self], find_exchange(self.tp)))
+        dealt = tokens.describe(x, self.reduce_dtype, choose_moves([self], self.tp))
         gather = Gather(x.detach().reshape(-1, x.shape[-1]))
         return multiply_gathered(self._dealt_spec(tokens, dealt), local, (self.weight,), (self.bias,), gather=gather)[0]
 

@@ -32,7 +32,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
-from ..exchange import Exchange, find_exchange
+from ..exchange import find_exchange
 from ..kernels.blocks import Dealt
 from ..kernels.moves import BY_SIZE, Moves
 from ..peers import KINDS, check_kind
@@ -144,7 +144,7 @@ def _moves(row: bool, ways: tuple[bool | None, ...], name: str) -> Moves:
     return Moves(forward=ag, gather=bulk_dgrad, scatter=scatter, sums=sums, early=bool(rs_dgrad))
 
 
-def choose_moves(layers: Sequence[Any], exchange: Exchange) -> Moves:
+def choose_moves(layers: Sequence[Any], group: TPGroup) -> Moves:
     """What the options say of the moves of one call: of one layer, or of several that are multiplied as one.
 
     Raises:
@@ -160,7 +160,7 @@ def choose_moves(layers: Sequence[Any], exchange: Exchange) -> Moves:
                 f"set the same ones on both"
             )
     if moves is not BY_SIZE:
-        exchange.check(moves, name_of(first))
+        find_exchange(group).check(moves, name_of(first))
     return moves
 
 
@@ -215,8 +215,7 @@ def deal_rows(layer: Any, group: TPGroup, shape: tuple[int, ...], local_shape: t
         PlanError: ranks have different numbers of rows; KernelUnsupported: copies are asked for between ranks that can't copy.
     """
     check_rows(layer, group, prod(shape))
-    exchange = find_exchange(group)
-    moves = choose_moves([layer], exchange)
+    moves, exchange = choose_moves([layer], group), find_exchange(group)
     return Dealt(exchange, group.tp_rank, group.tp_size, shape, local_shape, layer.reduce_dtype, moves=moves)
 
 
@@ -233,7 +232,7 @@ def deal_sums(layers: Sequence[Any], group: TPGroup, x: Tensor, width: int, redu
         return None
     rows = x.numel() // max(1, x.shape[-1])
     n_bytes = rows * width * x.element_size()
-    return deal_sum(group, choose_moves(layers, find_exchange(group)), rows, n_bytes, reduce_dtype)
+    return deal_sum(group, choose_moves(layers, group), rows, n_bytes, reduce_dtype)
 
 
 def deal_sum(group: TPGroup, moves: Moves, rows: int, n_bytes: int, reduce_dtype: torch.dtype | None) -> Dealt | None:

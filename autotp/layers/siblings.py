@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..collectives import copy_to_group
 from ..comm import TPGroup
-from ..exchange import Exchange, Gather, find_exchange
+from ..exchange import Gather
 from ..kernels import few_rows
 from ..kernels.autocast import autocast_dtype
 from ..kernels.dealt import Dealt, multiply_gathered
@@ -241,7 +241,7 @@ class SiblingInput:
             return multiply(spec, x, weights, biases, merged)
         tokens.note_reader(self)
         gather = Gather(x.detach().view(-1, x.shape[-1]))
-        dealt = tokens.describe(x, self.reduce_dtype, self.choose_moves(find_exchange(self.group)))
+        dealt = tokens.describe(x, self.reduce_dtype, self.choose_moves())
         return multiply_gathered(self._deal(spec, dealt), local, weights, biases, merged, gather)
 
     def _deal(self, spec: ProductSpec, dealt: Dealt) -> ProductSpec:
@@ -249,9 +249,9 @@ class SiblingInput:
             self._dealt = spec, dealt, spec._replace(sum_input=None, dealt=dealt)
         return self._dealt[2]
 
-    def choose_moves(self, exchange: Exchange) -> Moves:
+    def choose_moves(self) -> Moves:
         """Which way rows move in this call, as the members' options say."""
-        return choose_moves([layer for slot in self._slots if (layer := slot()) is not None], exchange)
+        return choose_moves([layer for slot in self._slots if (layer := slot()) is not None], self.group)
 
     def begin_ahead(self, local: Tensor, gather: Gather, moves: Moves) -> Callable[[Tensor], None] | None:
         """Compute all members' outputs of rows that are still on their way.

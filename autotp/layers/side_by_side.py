@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,10 +37,15 @@ class Laid:
         zipped = zip(weights, biases, self.weights, self.biases, self.places, strict=True)
         return all(w is own and b is beside and place == find_place(w, b) for w, b, own, beside, place in zipped)
 
+    @cached_property
+    def _whole(self) -> Merged | None:
+        """What is one without a copy."""
+        return Merged(self.weight, self.bias) if self.bias is not None or not any(b is not None for b in self.biases) else None
+
     def merge(self) -> Merged:
         """All weights and all biases as one; biases of some members only are copied beside zeros."""
-        if self.bias is not None or all(b is None for b in self.biases):
-            return Merged(self.weight, self.bias)
+        if self._whole is not None:
+            return self._whole
         with torch.no_grad():
             parts = [self.weight.new_zeros(n) if b is None else b for n, b in zip(self.sizes, self.biases, strict=True)]
             return Merged(self.weight, torch.cat(parts))

@@ -296,7 +296,7 @@ class TokenStream:
         lead, rest = (layout.lead, x.ndim - 1) if self._is_dealt(x) else ((layout.rows,), 1)
         exchange, reader = find_exchange(self.group), self._readers.get(self.gathering)
         siblings = None if reader is None or x.ndim != rest + 1 else reader()
-        moves = BY_SIZE if siblings is None else siblings.choose_moves(exchange)
+        moves = BY_SIZE if siblings is None else siblings.choose_moves()
         gather = exchange.gather(x.detach().reshape(layout.share, -1), moves.forward)
         if siblings is not None:
             hold = siblings.begin_ahead(x, gather, moves)
