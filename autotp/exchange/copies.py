@@ -41,7 +41,7 @@ class _Slot:
         ready_here, ready_there: for each peer, the address of the flag by which it tells this rank, and this rank tells it.
         place: where this rank's flags begin.
         queued: event of this rank's stream when a use begins; arrived: for each rank, when its block has been fetched.
-        complete: event of when all of the last use has; waits: the stream that waits for that already.
+        complete: event of when all of the last use has, None until that is queued; waits: the stream that waits for it already.
     """
 
     def __init__(self, exchange: CopyExchange, place: int) -> None:
@@ -59,7 +59,7 @@ class _Slot:
         self.ready_here, self.ready_there = ([flag(me, p) for p in range(size)], [flag(p, me) for p in range(size)])
         self.queued = exchange.device.make_event()
         self.arrived = [exchange.device.make_event() for _ in range(size)]
-        self.complete: int = self.queued
+        self.complete: int | None = self.queued
         self.waits: int | None = None
 
     def grow(self, n_bytes: int) -> None:
@@ -71,9 +71,18 @@ class _Slot:
         self.capacity = n_bytes
 
     def wait_complete(self, stream: int) -> Code:
-        """`stream` waits until all of the last use is here."""
+        """`stream` waits until all of the last use is here.
+
+        Raises:
+            AutoTPError: it was not sent.
+        """
         if stream == self.waits:
             return 0
+        if self.complete is None:
+            raise AutoTPError(
+                "rows began to move while others were only half sent: a product of dealt rows raised an error, or two were "
+                "computed at once. The other ranks wait for those rows: load the last checkpoint and start all ranks again"
+            )
         self.waits = stream
         return self.exchange.device.wait_event(stream, self.complete, 0)
 
@@ -164,11 +173,11 @@ class CopyExchange(Exchange):
             uses.popleft()
         slot, between = slots
         self.slots[kind] = [between, slot]
+        self.device.check(between.wait_complete(stream))
         if slot.capacity < n_bytes:
             slot.grow(n_bytes)
-        self.device.check(between.wait_complete(stream))
         slot.uses += 1
-        slot.waits = None
+        slot.complete = slot.waits = None
         return slot
 
     def decide(self, n_bytes: int, way: bool | None) -> Decision:
@@ -238,7 +247,6 @@ class _CopyScatter(Scatter):
         self.received = [like.new_empty(own.stop - own.start, width) for _ in exchange.peers]
         stream = exchange.device.current_stream()
         self.slot = exchange.take_slot("scatter", len(exchange.peers) * self.block_bytes, stream)
-        self.slot.complete = self.slot.arrived[exchange.sources[-1]]
 
     def _offset(self, sender: int, receiver: int) -> int:
         """Where in `sender`'s buffer the block of `receiver` lies, in bytes."""
@@ -258,6 +266,7 @@ class _CopyScatter(Scatter):
         code = code or slot.fetch(stream, sender, target.data_ptr(), self._offset(sender, exchange.rank), n_bytes)
         self.sent += 1
         if self.sent == len(exchange.peers):
+            slot.complete = slot.arrived[sender]
             code = code or exchange.finish_use("scatter", slot)
         driver.check(code)
 

@@ -79,6 +79,20 @@ def test_sums_in_a_wider_dtype():
     assert got[0].dtype == torch.float64 and got[0].item() == 3 * 2.0**-9 and got[1].item() == 1 + 2 * 2.0**-9
 
 
+def test_rows_that_were_half_sent_are_not_forgotten():
+    def run(exchange):
+        like = torch.zeros(6, 2)
+        scatter = exchange.scatter(6, 2, like, None, True)
+        scatter.place(scatter.order[0]).zero_()
+        scatter.send(scatter.order[0])
+        with pytest.raises(AutoTPError, match="half sent"):
+            scatter.receive()
+        with pytest.raises(AutoTPError, match="half sent"):
+            exchange.scatter(6, 2, like, None, True)
+
+    World(3).run(run)
+
+
 def stop_early(exchange, others_are_done):
     """Rank 1 does nothing after two gathers."""
     local = torch.full((4, 2), float(exchange.rank))
