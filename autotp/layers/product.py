@@ -67,4 +67,4 @@ def make_spec(
 
 def watches_operations() -> bool:
     """Whether something reads operations one by one (a compiler, a torch function mode): it must see plain ones."""
-    return torch.compiler.is_compiling() or watches_functions()
+    return torch.compiler.is_compiling() or (torch._C._len_torch_function_stack() > 0 and watches_functions())
