@@ -143,12 +143,12 @@ class TokenStream:
 
     def choose(self, x: Tensor) -> Layout | None:
         """How the rows of `x` `[..., H]` are dealt; None where they are not: few, or a decoding step."""
-        size, rows, trains = self.group.tp_size, prod(x.shape[:-1]), x.requires_grad or torch.is_grad_enabled()
+        size, rows, grad = self.group.tp_size, prod(x.shape[:-1]), torch.is_grad_enabled()
         if not self.mode or self.suspended or self.owners == 0 or x.ndim < 2 or rows < size:
             return None
-        if x.ndim > 2 and x.shape[-2] == 1 and not trains:
+        if x.ndim > 2 and x.shape[-2] == 1 and not grad:
             return None
-        least = LEAST_BYTES if trains else LEAST_BYTES_WITHOUT_GRADIENT
+        least = LEAST_BYTES if grad or x.requires_grad else LEAST_BYTES_WITHOUT_GRADIENT  # a checkpoint's forward has no graph
         if self.mode == "auto" and x.numel() * x.element_size() < size * least:
             return None
         return Layout(tuple(x.shape[:-1]), rows, -(-rows // size))
