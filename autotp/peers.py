@@ -106,7 +106,7 @@ class PeerMemory:
         return select(Problem("best_columns", logits.device.type, logits.dtype, "", rows, columns))(logits, inbox, start, halt)
 
     def find_place(self, x: Tensor) -> Any:
-        """The `triton_peers.Inbox`, or for many rows the `triton_sums.Board`, that holds rows like those of `x`; None without one.
+        """The `triton_peers.Inbox`, or for many rows the `triton_sums.Board`, that holds rows like those of `x`, or None.
 
         It is made if it is not there yet and no graph is being captured.
         """

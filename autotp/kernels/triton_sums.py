@@ -5,8 +5,8 @@ the sum to all; the norm is computed by everyone. So a row crosses each link onc
 their way while others are added up.
 
 What was written is announced by a flag that counts the calls, so none is reset, and each place is used once a call: it is free
-for the next call once all sums of this one are there, since whoever sent them had read it. A program waits for the same program of
-the other ranks alone, and their programs start in the same order, so all come through however few run at once.
+for the next call once all sums of this one are there, since whoever sent them had read it. A program waits for the same program
+of the other ranks alone, and their programs start in the same order, so all come through however few run at once.
 
 A flag that does not come is looked for `patience` times, as words are in triton_peers.py, and what it announces reads as -1.
 """
@@ -154,7 +154,8 @@ def _sum_rows(
             second = tl.zeros((BLOCK,), tl.float32)
             for source in tl.static_range(T):  # one order, whoever owns the row
                 place = parts + source * part + (local * GROUP + i) * width
-                data = tl.where(source == rank, own, _load_moved(here + place + word, came, word < tl.where(source == rank, 0, N)))
+                data = _load_moved(here + place + word, came, word < tl.where(source == rank, 0, N))
+                data = tl.where(source == rank, own, data)
                 first += first_of(data, dtype)
                 second += second_of(data, dtype)
             if bias is not None:
