@@ -71,7 +71,7 @@ class PromptStep:
     | logits | `[R, V]` | after its end, or this rank's columns of them |
     """
 
-    context, said = decoding, "prompts"
+    context, said = staticmethod(decoding), "prompts"
 
     def __init__(self, form: Form, tokens: int, cache: ArenaCache, cache_name: str, head: Head) -> None:
         self.form, self.tokens, self.cache, self.cache_name, self.head = form, tokens, cache, cache_name, head
