@@ -149,6 +149,7 @@ BACKENDS: dict[str, list[Backend]] = {
         Backend("reference", reference.linear),
     ],
     "reduce_rows": [_triton("triton_peers:reduce_rows")],
+    "sum_rows": [_triton("triton_sums:sum_rows")],
     "best_columns": [_triton("triton_choose:best_columns")],
     "look_up": [_triton("triton_lookup:look_up"), Backend("reference", reference_decode.look_up)],
     **{
