@@ -31,6 +31,7 @@ RECIPES: dict[str, Recipe | None] = {
     OWN: None,
 }
 SOURCES = ("rms", "rms1p", "layernorm", "gated_mlp")  # what is fused and begins to quantise for its reader
+STACKED = "stacked experts, whose grouped products have no FP8"
 EDGE = "first and last layers, outside the repeated ones, stay as they are"
 
 
@@ -68,15 +69,32 @@ def choose_products(model: nn.Module, plan: Plan, precision: Any) -> Plan:
         check_products(model, plan)
         return plan
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
-    asked = _ask(model, linears, precision if isinstance(precision, Mapping) else {"*": precision})
+    precision = precision if isinstance(precision, Mapping) else {"*": precision}
+    asked = _ask(model, linears, precision)
     found = {name: _choose(model, plan, name, module, *asked[name]) for name, module in linears.items() if name in asked}
-    return replace(plan, products=tuple(_agree(plan, linears, found).values()))
+    found = _agree(plan, linears, found)
+    if read_recipe(precision.get("*")) is not None:
+        found |= {name: ProductPlan(name, None, STACKED) for name in _find_stacked(model, plan)}
+    return replace(plan, products=tuple(found.values()))
+
+
+def _find_stacked(model: nn.Module, plan: Plan) -> list[str]:
+    """Modules that hold the weights of several linears in one Parameter: experts."""
+    experts = {fusion.name for fusion in plan.fused if fusion.kind == "experts"}
+    for name, module in model.named_modules():
+        entry = plan.by_name.get(name)
+        stacked = () if entry is None else (key for key, shard in entry.shards.items() if len(shard.shape) == 3)
+        if any(True for _ in stacked) and not isinstance(module, nn.modules.conv._ConvNd):
+            experts.add(name)
+    return [name for name, _ in model.named_modules() if name in experts]
 
 
 def check_products(model: nn.Module, plan: Plan) -> None:
     """Refuse a plan whose products are not those of `model`."""
-    modules = dict(model.named_modules())
+    modules, stacked = dict(model.named_modules()), set(_find_stacked(model, plan)) if plan.products else set()
     for product in plan.products:
+        if product.name in stacked and product.recipe is None:
+            continue
         if not isinstance(modules.get(product.name), nn.Linear | Conv1D):
             raise PlanError(f"the plan has an FP8 product of {product.name}, which is no linear of {type(model).__name__}")
 
