@@ -35,11 +35,15 @@ def bits(tensor):
 
 
 def check_operands(y, wish, apart):
-    """The operands finished from what was begun, against those of y alone; how much was counted in both."""
-    flat = y.detach().reshape(-1, y.shape[-1])
+    """The operands finished from what was begun, against those of y alone."""
+    flat = y.reshape(-1, y.shape[-1])
+    if DEVICE == "cpu":
+        assert torch.equal(y, apart)
+    else:  # a row may be added up in another order
+        torch.testing.assert_close(y, apart)
     how = dict(columns=wish.turned, cut=1 if wish.cut_rows else None, share=(lambda found: found + 0) if wish.cut_rows else None)
     found = quantise(flat, wish.scaling, begun=wish.begun, bad=wish.bad, **how)
-    expected = quantise(apart.detach().reshape(flat.shape), wish.scaling, bad=(bad := counter()), **how)
+    expected = quantise(flat, wish.scaling, bad=(bad := counter()), **how)
     for got, want in zip(found, expected, strict=True):
         assert (got is None) == (want is None)
         if want is not None:
@@ -47,7 +51,6 @@ def check_operands(y, wish, apart):
             assert got.scaling == want.scaling and got.values.is_contiguous()
             assert got.scale.shape == want.scale.shape and got.scale.t().is_contiguous() == want.scale.t().is_contiguous()
     assert wish.bad == bad
-    return int(bad)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -66,7 +69,6 @@ def test_a_norm_begins_what_quantising_its_output_gives(use, scaling, shape, tur
             y, total = add_norm(x, residual, weight, shift, 1e-5, kind, wish)
             apart, expected = add_norm(x, residual, weight, shift, 1e-5, kind)
             assert torch.equal(total, expected)
-        assert torch.equal(y, apart)
         check_operands(y, wish, apart)
 
 
@@ -81,7 +83,6 @@ def test_a_gate_begins_what_quantising_its_output_gives(use, scaling, shape, tur
     for (gate, up), activation in ((halves, "silu"), (apart, "sigmoid")):
         wish = Wish(scaling, turned, cut_rows, counter())
         y, expected = gated(gate, up, activation, wish), gated(gate, up, activation)
-        assert torch.equal(y, expected)
         check_operands(y, wish, expected)
 
 
@@ -129,7 +130,8 @@ def test_what_was_not_wanted_is_found_all_the_same(use, backend):
                 assert all(torch.equal(bits(q.values), bits(p.values)) for q, p in zip(found, expected, strict=True) if q)
 
 
-def test_gradients_and_what_is_kept_do_not_change():
+def test_gradients_and_what_is_kept_do_not_change(use):
+    use("reference")
     wishes, grads = (Wish("rowwise"), None), []
     for wish in wishes:
         x, r, w = (draw(*shape, seed=i).requires_grad_() for i, shape in enumerate(((20, 64), (20, 64), (64,))))
