@@ -26,6 +26,12 @@ from autotp.kernels.norm import add_norm
 
 PRODUCTS = {"qkv": (4096, 3072), "o": (2048, 4096), "gate_up": (4096, 14336), "down": (7168, 4096)}  # inputs, outputs of a rank
 TILES = ((1, 1024, 4, 2), (1, 2048, 4, 2), (2, 1024, 4, 2), (2, 2048, 4, 2), (2, 2048, 8, 2), (4, 1024, 4, 2), (4, 1024, 8, 2))
+LAUNCHES = {
+    "triton_begun.PROGRAMS_PER_PROCESSOR": (1, 2, 3, 4, 8),
+    "triton_begun.BLOCK_WARPS": (8, 16),
+    "triton_begun.WARPS": (4, 8, 16),
+    "triton_fp8.WARPS": (4, 8, 16),
+}
 PEAK = {"bf16": 989.0, "fp8": 1979.0}
 
 
@@ -141,7 +147,7 @@ def measure_fused(device: torch.device, rows: int, scale: int, tiles_too: bool) 
                 speeds = [f"{rows * width * n / us / 1e3:.0f}" for n, us in zip(moved, (apart, fused), strict=True)]
                 say(said, f"{apart:.1f}", speeds[0], f"{fused:.1f}", speeds[1], f"{fused / apart:.2f}")
                 for label, us in time_launches(partial(quantise_made, make, scaling, turned, True), device) if tiles_too else ():
-                    say(f"  {label}", "", "", f"{us:.1f}")
+                    say(f"  {label}", f"{us:.1f}", widths=(56, 11))
 
 
 def quantise_made(make: Callable[[Wish | None], Tensor], scaling: str, turned: bool, fused: bool) -> Any:
@@ -159,14 +165,15 @@ def bytes_left(name: str, scaling: str, turned: bool) -> tuple[int, int]:
 
 
 def time_launches(run: Callable[[], Any], device: torch.device) -> Iterator[tuple[str, float]]:
-    """Microseconds by how the fused kernels are launched; those that a setting does not concern say so by not differing."""
-    kernels = importlib.import_module("autotp.kernels.triton_begun")
-    for setting, values in (("PROGRAMS_PER_PROCESSOR", (1, 2, 3, 4, 8)), ("BLOCK_WARPS", (8, 16)), ("WARPS", (4, 8, 16))):
-        own = getattr(kernels, setting)
+    """Microseconds by how kernels are launched; what a setting does not concern takes as long with all its values."""
+    for setting, values in LAUNCHES.items():
+        module, name = setting.split(".")
+        kernels = importlib.import_module(f"autotp.kernels.{module}")
+        own = getattr(kernels, name)
         for value in values:
-            setattr(kernels, setting, value)
-            yield f"{setting}={value}", time_us(run, device)
-        setattr(kernels, setting, own)
+            setattr(kernels, name, value)
+            yield f"{name}={value} of {module}", time_us(run, device)
+        setattr(kernels, name, own)
 
 
 def measure_few(device: torch.device, scale: int, tiles_too: bool) -> None:
