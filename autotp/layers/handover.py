@@ -31,11 +31,11 @@ class Handover:
     """What all Sources of a model share: whose output was computed last.
 
     Attributes:
-        last: a weak reference to it, its version, its Source, and what was begun with for whom.
+        last: a weak reference to it, where its numbers were, its Source, and what was begun with for whom.
     """
 
     def __init__(self) -> None:
-        self.last: tuple[Any, int, Source, Wish | None, Any] | None = None
+        self.last: tuple[Any, tuple[Any, ...], Source, Wish | None, Any] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handover:
         twin = memo[id(self)] = Handover()
@@ -88,7 +88,7 @@ class Source:
         if y.is_inference():  # which has no version
             return
         reader, self._reader = self._reader, None
-        self.handover.last = weakref.ref(y), y._version, self, wish, reader
+        self.handover.last = weakref.ref(y), _place(y), self, wish, reader
 
 
 def add_source(module: nn.Module, handover: Handover) -> None:
@@ -106,9 +106,12 @@ def remove_source(module: nn.Module) -> None:
     module.__dict__.pop(SOURCE, None)
 
 
-def _is_same(y: Tensor | None, version: int, x: Tensor) -> bool:
-    """Whether `x` is `y`, or a view of all its rows, unchanged."""
+def _is_same(y: Tensor | None, place: tuple[Any, ...], x: Tensor) -> bool:
+    """Whether `x` is `y`, or a view of all its rows, unchanged since it had its `place`."""
     if y is None or not (x is y or x._base is y):
         return False
-    same = x.numel() == y.numel() and x.shape[-1:] == y.shape[-1:] and x.is_contiguous()
-    return same and x._version == version and x.data_ptr() == y.data_ptr()
+    return x.numel() == y.numel() and x.shape[-1:] == y.shape[-1:] and x.is_contiguous() and _place(x) == place
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    return x.untyped_storage()._cdata, x.storage_offset(), x._version

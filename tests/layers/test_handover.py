@@ -105,6 +105,10 @@ def double_in_place(module, args, output):
     output.mul_(2)
 
 
+def double_data(module, args, output):
+    output.data = 2 * output.data  # which no version counts
+
+
 def double(module, args, output):
     return 2 * output
 
@@ -113,7 +117,7 @@ def read_copy(module, args):
     return (args[0].clone(),)
 
 
-@pytest.mark.parametrize("hook", [double_in_place, double, read_copy])
+@pytest.mark.parametrize("hook", [double_in_place, double_data, double, read_copy])
 def test_what_changes_between_the_two_is_seen(taken, hook):
     model, inputs = build(Recipe("tensorwise", least=16))
     apart = take_apart(model)
