@@ -127,7 +127,8 @@ class Scaling:
         if self.bad is None or self.bad.device != x.device:
             if why_not := why_not_fp8(x.device, self.recipe.scaling):
                 raise AutoTPError(f"{self.name}: precision='fp8': {why_not}; leave precision= out there")
-            self.bad = torch.zeros(len(OPERANDS), dtype=torch.int32, device=x.device)
+            with torch.inference_mode(False):  # it is counted on outside of it, too
+                self.bad = torch.zeros(len(OPERANDS), dtype=torch.int32, device=x.device)
         read = partial(self._read, weights, whole, torch.is_grad_enabled())
         note = partial(self._note_backward, weights)
         begun = self._find_begun(x, self.bad[0], torch.is_grad_enabled() and any(w.requires_grad for w in weights))
