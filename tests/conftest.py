@@ -5,6 +5,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # not a pool of processes for the few kernels of each rank
 os.environ["AUTOTP_CACHE"] = "off"  # every test discovers its own plans, in the ranks too, and none writes to the user's home
 
 # For the small models and measures of the coverage table; last, so that no name there hides a package.
@@ -12,13 +13,26 @@ sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
 # Triton reads it when it is imported, which transformers does: without a GPU its kernels run in its interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
-from tests.ranks import RankPool
+from tests.ranks import PRELOAD, RankPool
 
 torch.set_num_threads(1)
+
+# Workers take whole files: those that take longest begin first, so that none is left to one worker at the end.
+LONGEST = (
+    *("test_smollm2.py", "test_cli_train.py", "test_docs.py", "train/test_trainer.py", "test_examples.py", "test_cli_errors.py"),
+    *("inject/test_compile.py", "checkpoint/test_load.py", "generation/test_loop.py", "test_cli.py", "train/test_verify.py"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    place = {here / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +56,11 @@ def eight_ranks():
     pool = RankPool(8)
     yield pool
     pool.stop()
+
+
+@pytest.fixture
+def forked_launch(monkeypatch):
+    """`launch_ranks` forks its ranks from a process that has imported the libraries, which takes each rank seconds otherwise."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    monkeypatch.setattr("autotp.train.launch.START", "forkserver")
