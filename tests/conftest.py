@@ -24,8 +24,9 @@ torch.set_num_threads(1)
 
 # Workers take whole files: those that take longest begin first, so that none is left to one worker at the end.
 LONGEST = (
-    *("test_smollm2.py", "test_cli_train.py", "test_docs.py", "train/test_trainer.py", "test_examples.py", "test_cli_errors.py"),
-    *("inject/test_compile.py", "checkpoint/test_load.py", "generation/test_loop.py", "test_cli.py", "train/test_verify.py"),
+    *("test_smollm2.py", "test_cli_train.py", "inject/test_compile.py", "test_docs.py", "inject/test_sample.py", "test_examples.py"),
+    *("inject/test_families.py", "train/test_trainer.py", "layers/test_adapters.py", "inject/test_architectures.py"),
+    *("inject/test_dropout.py", "layers/test_norm_linear.py", "test_cli.py", "test_cli_errors.py", "train/test_resume.py"),
 )
 
 
