@@ -23,16 +23,16 @@ from tests.ranks import PRELOAD, RankPool
 torch.set_num_threads(1)
 
 # Workers take whole files: those that take longest begin first, so that none is left to one worker at the end.
-LONGEST = (
-    *("test_smollm2.py", "test_cli_train.py", "inject/test_compile.py", "test_docs.py", "inject/test_sample.py", "test_examples.py"),
-    *("inject/test_families.py", "train/test_trainer.py", "layers/test_adapters.py", "inject/test_architectures.py"),
-    *("inject/test_dropout.py", "layers/test_norm_linear.py", "test_cli.py", "test_cli_errors.py", "train/test_resume.py"),
-)
+LONGEST = """
+    test_smollm2 test_cli_train inject/test_compile test_docs inject/test_sample test_examples inject/test_families
+    train/test_trainer layers/test_adapters inject/test_architectures inject/test_dropout layers/test_norm_linear
+    test_cli test_cli_errors train/test_resume
+""".split()
 
 
 def pytest_collection_modifyitems(items):
     here = Path(__file__).parent
-    place = {here / name: number for number, name in enumerate(LONGEST)}
+    place = {here / f"{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
