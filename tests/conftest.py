@@ -27,12 +27,12 @@ LONGEST = """
     test_smollm2 test_cli_train inject/test_compile test_docs inject/test_sample test_examples inject/test_families
     train/test_trainer layers/test_adapters inject/test_architectures inject/test_dropout layers/test_norm_linear
     test_cli test_cli_errors train/test_resume
-""".split()
+"""
 
 
 def pytest_collection_modifyitems(items):
     here = Path(__file__).parent
-    place = {here / f"{name}.py": number for number, name in enumerate(LONGEST)}
+    place = {here / f"{name}.py": number for number, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
