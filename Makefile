@@ -18,8 +18,9 @@ LINTERS := $(VENV)/.linters
 demo: $(INSTALLED)
 	$(RUN) $(PY) scripts/demo.py $(ARGS)
 
+# One worker more than CI has cores: a test over ranks waits for its processes much of the time.
 test: $(INSTALLED)
-	$(RUN) $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(RUN) $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # On a GPU machine, with the python and torch that it has: make test-gpu PYTHON=python3
 test-gpu:
