@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 
 POOL = 4
 # What every rank would import, imported once in the process that ranks are forked from.
-PRELOAD = ["autotp", "transformers.models.llama.modeling_llama"]
+PRELOAD = ["autotp", "transformers.models.llama.modeling_llama", "transformers.trainer"]
 _grid: list[Any] = []  # in a rank: the 2x2 mesh made at its start
 
 

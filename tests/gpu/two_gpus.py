@@ -23,7 +23,7 @@ from autotp.comm import init_process_group_from_env
 from autotp.generation.engine import find_engine
 from autotp.layers.decoding import decoding_step
 from autotp.train.optimizer import MasterOptimizer
-from tests.gpu import drawing, moving_rows
+from tests.gpu import drawing, moving_rows, peer_sums
 from tests.inject.test_families import full_gradients
 from tests.models import batch, tiny
 
@@ -337,7 +337,7 @@ def main():
     checks += [(check_generate, "gemma2"), (check_smollm2_shape, None)]
     checks += [(check_decoding, family) for family in FAMILIES]
     checks += [(check_norm_linear, norm) for norm in ("LayerNorm", "RMSNorm")]
-    checks += [(check, None) for check in (*moving_rows.CHECKS, *drawing.CHECKS)]
+    checks += [(check, None) for check in (*peer_sums.CHECKS, *moving_rows.CHECKS, *drawing.CHECKS)]
     failed, names = 0, sys.argv[1:]
     unknown = set(names) - {check.__name__ for check, _ in checks}
     assert not unknown, f"there is no {sorted(unknown)}"
