@@ -247,7 +247,7 @@ def run_rank(work: Callable[[Path], str], rank: int, size: int, port: int, direc
     try:
         said = work(directory)
     except Exception as error:
-        said = f"raises {type(error).__name__}: {" ".join(str(error).split())[:240]}"
+        said = f"raises {type(error).__name__}: {' '.join(str(error).split())[:240]}"
     (directory / f"rank{rank}.txt").write_text(said)
     os._exit(0)
 
