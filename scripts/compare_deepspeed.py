@@ -190,7 +190,7 @@ def load_state(directory: Path, universal: bool) -> str:
 
 
 def trainer(directory: Path) -> str:
-    config = {**CONFIG, "zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": "auto"}
+    config = {**CONFIG, "zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
     return train(make_plain(directory), directory, deepspeed=config)
 
 

@@ -41,34 +41,35 @@ def train(model, directory, start):
 
 @pytest.mark.skipif(not NEW, reason="needs transformers 5.24 on CPU ranks")
 def test_a_checkpoint_goes_on_at_another_tp_size(tmp_path):
-    """Of two ranks on four, where key heads have copies, and unsharded; of an unsharded run on two."""
+    """Of two ranks on four, where key heads have copies, and on one; of an unsharded run on two."""
     two, plain = tmp_path / "two", tmp_path / "plain"
     launch("train", two, 2, 2)
     launch("train", plain, 0, 0)
-    runs = [("four", two, 4, 4), ("one", two, 0, 0), ("cut", plain, 2, 2)]
+    runs = [("four", two, 4, 4), ("one", two, 1, 1), ("cut", plain, 2, 2)]
     for name, origin, size, tp in runs:
         launch("train", tmp_path / name, size, tp, origin / "checkpoint-1")
         assert_same_weights(origin / "final", tmp_path / name / "final")
 
 
-def evaluate(model, directory, start):
-    """The losses of 8 and of 7 rows of different lengths, two to a batch."""
-    trainer = make_trainer(model, directory, per_device_eval_batch_size=2)
+def evaluate(model, directory, rows):
+    """The losses of 8 and of 7 samples of different lengths, `rows` to a batch of each copy."""
+    trainer = make_trainer(model, directory, per_device_eval_batch_size=int(rows))
     losses = [trainer.evaluate(make_data(count, 2))["eval_loss"] for count in (8, 7)]
     if trainer.args.should_save:
         (directory / "losses.json").write_text(json.dumps(losses))
 
 
 def test_copies_are_evaluated_as_transformers_evaluates_unsharded_copies(tmp_path):
-    """A mean over batches, of which there are the same ones where the copies' batches come out even; else it is DDP's own."""
+    """Where the batches come out even that is an unsharded run's loss, with batches as large as all copies' together."""
     found = {}
-    for name, size, tp in (("plain", 0, 0), ("tp", 2, 2), ("copies", 4, 2), ("unsharded copies", 2, 0)):
-        launch("evaluate", tmp_path / name, size, tp)
+    for name, size, tp, rows in (("plain", 0, 0, 4), ("tp", 2, 2, 4), ("copies", 4, 2, 2), ("unsharded copies", 2, 0, 2)):
+        launch("evaluate", tmp_path / name, size, tp, rows)
         found[name] = json.loads((tmp_path / name / "losses.json").read_text())
     assert found["tp"] == pytest.approx(found["plain"], rel=1e-5)
     assert found["copies"] == pytest.approx(found["unsharded copies"], rel=1e-5)
-    assert found["copies"][0] == pytest.approx(found["plain"][0], rel=1e-5)
-    assert found["copies"][1] != pytest.approx(found["plain"][1], rel=1e-5)  # a row twice in the last batch
+    if NEW:  # older ones weigh the copies alike, however many tokens they have
+        assert found["copies"][0] == pytest.approx(found["plain"][0], rel=1e-5)
+    assert found["copies"][1] != pytest.approx(found["plain"][1], rel=1e-5)  # a sample twice in the last batch
 
 
 def main():
@@ -81,10 +82,6 @@ def main():
 
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
         model = autotp.parallelize(model, mesh["tp"])
-    else:
-        from autotp.layers.guards import install_guards
-
-        install_guards()  # as a script has it that imports autotp and resumes
     {"train": train, "evaluate": evaluate}[scenario](model, directory, start)
     if dist.is_initialized():
         dist.destroy_process_group()
