@@ -206,7 +206,8 @@ def train(tp: Any, directory: Path, **more: Any) -> str:
     wish |= more
     trainer = transformers.Trainer(tp, transformers.TrainingArguments(str(directory / "run"), **wish), train_dataset=rows)
     trainer.train()
-    return f"grad norms {[round(log['grad_norm'], 4) for log in trainer.state.log_history if 'grad_norm' in log]}"
+    logs = [{key: round(log[key], 4) for key in ("loss", "grad_norm") if key in log} for log in trainer.state.log_history]
+    return f"logs {[log for log in logs if log]}"
 
 
 FEATURES: dict[str, Callable[[Path], str]] = {

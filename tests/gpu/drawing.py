@@ -68,7 +68,7 @@ def make_alone():
 
 
 def run_step(model, run, step):
-    """Loss and gradients, read at once as an optimizer reads them: those of a graph lie in memory that its next run overwrites."""
+    """Loss and gradients, read at once as an optimizer reads them: a graph's lie in memory that its next run overwrites."""
     inputs = {name: value.to(model.device) for name, value in batch(model, step).items()}
     model.zero_grad()
     loss = run(**inputs, use_cache=False).loss
