@@ -2,13 +2,12 @@
 
 `save_pretrained`, `push_to_hub`, `Accelerator.get_state_dict`, `save_model` and `save_state` gather. They are collective
 then: where only some ranks call them, the missing ones are named within the group's timeout. Optimizer state is a rank's
-own, so each rank writes and reads a file of its own beside the one that the libraries write.
+own, so each rank writes and reads a file of its own beside the one that the libraries write (rank_state.py).
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -16,16 +15,15 @@ from math import prod
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..comm import TPGroup
 from ..errors import AutoTPError, CheckpointError
 from . import data_axis
 from .base import sharded_modules
 from .data_axis import count_copies, find_prepared, find_spread
 from .fused_head import wrap_trl
 from .peft_wraps import install_peft
+from .rank_state import check_rank_state, load_rank_state, save_rank_state, share_random_state
 from .stream import full_state_dict, map_sharded
 
 Save = Callable[..., None]  # save(model, directory, max_shard_size=..., is_main_process=...)
@@ -48,6 +46,7 @@ def install_integrations(save: Save | None, resize: Resize | None = None) -> Non
     replace(Trainer, "save_model", _wrap_trainer_save)
     replace(Trainer, "_save_optimizer_and_scheduler", _wrap_trainer_save_optimizer)
     replace(Trainer, "_load_optimizer_and_scheduler", _wrap_trainer_load_optimizer)
+    replace(Trainer, "_load_rng_state", _wrap_trainer_load_random_state)
     replace(Accelerator, "get_state_dict", _wrap_get_state_dict)
     replace(Accelerator, "prepare", data_axis.wrap_prepare)
     replace(Accelerator, "_prepare_tp", data_axis.wrap_prepare_tp)
@@ -204,18 +203,30 @@ def _wrap_trainer_save(original: Callable) -> Callable:
 def _wrap_trainer_save_optimizer(original: Callable) -> Callable:
     def save_optimizer_and_scheduler(self, output_dir) -> None:
         original(self, output_dir)
-        _save_rank_state(find_spread(self.model), [self.optimizer], output_dir, self.args.process_index)
+        save_rank_state(find_spread(self.model), [self.optimizer], output_dir, self.args.process_index)
 
     return save_optimizer_and_scheduler
 
 
 def _wrap_trainer_load_optimizer(original: Callable) -> Callable:
     def load_optimizer_and_scheduler(self, checkpoint) -> None:
+        if checkpoint is not None:
+            check_rank_state(find_spread(self.model), checkpoint)
         original(self, checkpoint)
         if checkpoint is not None:
-            _load_rank_state(find_spread(self.model), [self.optimizer], checkpoint)
+            load_rank_state(find_spread(self.model), [self.optimizer], checkpoint)
 
     return load_optimizer_and_scheduler
+
+
+def _wrap_trainer_load_random_state(original: Callable) -> Callable:
+    def load_rng_state(self, checkpoint) -> None:
+        original(self, checkpoint)
+        group = find_spread(self.model)
+        if checkpoint is not None and group is not None:
+            share_random_state(group, checkpoint)
+
+    return load_rng_state
 
 
 # -- accelerate ---------------------------------------------------------------------------------------------------------
@@ -234,7 +245,7 @@ def _wrap_save_state(original: Callable) -> Callable:
     def save_state(self, output_dir=None, *args: Any, **kwargs: Any) -> Any:
         where = original(self, output_dir, *args, **kwargs)
         group = find_prepared(self)
-        _save_rank_state(group, self._optimizers, where if where is not None else output_dir, self.process_index)
+        save_rank_state(group, self._optimizers, where if where is not None else output_dir, self.process_index)
         if group is not None:
             self.wait_for_everyone()  # every rank reads what rank 0 writes; a load may be the next call
         return where
@@ -247,32 +258,12 @@ def _wrap_load_state(original: Callable) -> Callable:
         group = find_prepared(self)
         if group is not None and input_dir is None:
             raise AutoTPError("load_state needs the directory's name for a parallelized model: pass input_dir")
+        if input_dir is not None:
+            check_rank_state(group, input_dir, len(self._optimizers))
         original(self, input_dir, *args, **kwargs)
-        _load_rank_state(group, self._optimizers, input_dir)
+        if input_dir is not None:
+            load_rank_state(group, self._optimizers, input_dir)
+        if group is not None:
+            share_random_state(group, input_dir)
 
     return load_state
-
-
-# -- optimizer state, which is each rank's own --------------------------------------------------------------------------
-
-
-def _rank_file(directory: str | os.PathLike, index: int, group: TPGroup) -> str:
-    return os.path.join(directory, f"optimizer_{index}.tp{group.tp_rank}-of-{group.tp_size}.pt")
-
-
-def _save_rank_state(group: TPGroup | None, optimizers: list, directory: Any, rank: int) -> None:
-    """Of copies of the model the first, on the job's first ranks, writes."""
-    for index, optimizer in enumerate(optimizers if group is not None and rank < group.tp_size else ()):
-        torch.save(optimizer.state_dict(), _rank_file(directory, index, group))  # type: ignore[arg-type]
-
-
-def _load_rank_state(group: TPGroup | None, optimizers: list, directory: Any) -> None:
-    """Replace rank 0's optimizer state, which the library loaded on every rank, by this rank's own."""
-    for index, optimizer in enumerate(optimizers if group is not None else ()):
-        path = _rank_file(directory, index, group)  # type: ignore[arg-type]
-        if not os.path.exists(path):
-            raise CheckpointError(
-                f"{path} is missing: the optimizer state in {directory} is not this rank's. Resume with the tp_size it was saved "
-                f"with, or start a new optimizer; autotp.TrainingState goes on at any."
-            )
-        optimizer.load_state_dict(torch.load(path, weights_only=True))

@@ -58,51 +58,87 @@ def check_masks():
     return "masks differ between ranks, and between replays of a graph"
 
 
-def find_wrong(mode, steps=4, bar=1e-3):
+def make_sharded():
+    return autotp.parallelize(tiny("llama", num_hidden_layers=1)).train()
+
+
+def make_alone():
+    """The same model on each rank by itself: what a compiler does without us."""
+    return tiny("llama", num_hidden_layers=1).train().to(resolve_group().device)
+
+
+def run_step(model, run, step):
+    """Loss and gradients, read at once as an optimizer reads them: a graph's lie in memory that its next run overwrites."""
+    inputs = {name: value.to(model.device) for name, value in batch(model, step).items()}
+    model.zero_grad()
+    loss = run(**inputs, use_cache=False).loss
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def find_wrong(mode, make, apart, steps=4, bar=1e-3):
     """Train steps of a model compiled in `mode` beside those of the eager one: the worst relative gradient error, and lines on
-    each gradient that is over the bar, or that is another after a synchronize: a replay wrote to it, or it came late.
+    each loss or gradient that is over the bar, or that is another after a synchronize: a replay wrote to it, or it came late.
 
     With CUDA graphs, step 0 warms up, step 1 records (a step whose saved tensors lie elsewhere, again), and later ones replay.
+
+    Args:
+        make: what makes the eager model; apart: run all eager steps first, so that no eager collective is between replays.
     """
-    reference = autotp.parallelize(tiny("llama", num_hidden_layers=1)).train()
-    model = copy.deepcopy(reference)
-    compiled, worst, wrong = torch.compile(model, mode=mode), 0.0, []
-    for step in range(steps):
-        inputs = {name: value.to(reference.device) for name, value in batch(reference, step).items()}
+    torch.compiler.reset()
+    eager = make()
+    model = copy.deepcopy(eager)
+    runs = [(eager, eager), (model, torch.compile(model, mode=mode))]
+    rounds = [[(pair, step)] for pair in runs for step in range(steps)]
+    rounds = rounds if apart else [[(pair, step) for pair in runs] for step in range(steps)]
+    found, later = {}, {}
+    for together in rounds:
         torch.compiler.cudagraph_mark_step_begin()
-        losses, grads = [], []
-        for each, run in ((reference, reference), (model, compiled)):
-            each.zero_grad()
-            loss = run(**inputs, use_cache=False).loss
-            loss.backward()
-            losses.append(loss.item())
-            # Read as a step would read them, at once: those of a graph lie in its memory, which its next run overwrites.
-            grads.append({name: p.grad.clone() for name, p in each.named_parameters() if p.grad is not None})
-        assert abs(losses[0] - losses[1]) <= 1e-4 * abs(losses[0]), (mode, step, losses)
-        missing = set(dict(reference.named_parameters())) - (set(grads[0]) & set(grads[1]))
-        assert not missing, (mode, step, missing)
+        for (each, run), step in together:
+            found[each is model, step] = run_step(each, run, step)
         if CUDA:
             torch.cuda.synchronize()
-        for name, want in grads[0].items():
-            got, later = grads[1][name], [each.get_parameter(name).grad for each in (reference, model)]
+        for (each, _), step in together:
+            later[each is model, step] = {name: p.grad.clone() for name, p in each.named_parameters() if p.grad is not None}
+    return compare_steps(found, later, steps, bar)
+
+
+def compare_steps(found, later, steps, bar):
+    """The worst relative error of a gradient, and lines on what is wrong, a parameter each."""
+    worst, wrong = 0.0, []
+    for step in range(steps):
+        (loss, wanted), (loss_got, grads) = found[False, step], found[True, step]
+        if not abs(loss - loss_got) <= 1e-4 * abs(loss) or set(wanted) != set(grads):
+            wrong.append(f"step {step}: losses {loss} and {loss_got}, gradients {sorted(set(wanted) ^ set(grads))} on one side")
+        for name in set(wanted) & set(grads):
+            want, got, after = wanted[name], grads[name], [later[each, step][name] for each in (False, True)]
             error = ((got - want).abs().max() / want.abs().max().clamp_min(1e-6)).item()
             worst = max(worst, error)
-            if not error <= bar or not torch.equal(want, later[0]) or not torch.equal(got, later[1]):
-                norms = ", ".join(f"{grad.norm().item():.6e}" for grad in (want, got, *later))
-                wrong.append(
-                    f"{mode} step {step} {name}: error {error}; norms eager, compiled, both after a synchronize: {norms}"
-                )
+            if not error <= bar or not torch.equal(want, after[0]) or not torch.equal(got, after[1]):
+                norms = ", ".join(f"{grad.norm().item():.6e}" for grad in (want, got, *after))
+                wrong.append(f"step {step} {name}: error {error}; norms eager, compiled, both after a synchronize: {norms}")
     return worst, wrong
+
+
+# Which of them fails tells whose fault it is: the compiler's own, its graphs of collectives, or those beside eager collectives.
+COMPILED = {
+    "default": ("default", make_sharded, False),
+    "graphs of one GPU's model": ("reduce-overhead", make_alone, False),
+    "graphs, eager steps before": ("reduce-overhead", make_sharded, True),
+    "graphs": ("reduce-overhead", make_sharded, False),
+}
 
 
 def check_compiled_steps():
     """Whole models compiled, without and with CUDA graphs: loss and gradients of train steps, on every rank."""
     found, wrong = [], []
-    for mode in ("default", "reduce-overhead") if CUDA else ("default",):
-        worst, lines = find_wrong(mode)
-        found.append(f"{mode} {worst:.1e}")
+    for name, case in COMPILED.items():
+        if not CUDA and case[0] != "default":
+            case = ("default", *case[1:])
+        worst, lines = find_wrong(*case)
+        found.append(f"{name} {worst:.1e}")
         every = resolve_group().gather_objects(lines)
-        wrong += [f"rank {rank} {line}" for rank, lines in enumerate(every) for line in lines]
+        wrong += [f"{name}: rank {rank} {line}" for rank, lines in enumerate(every) for line in lines]
     assert not wrong, "\n".join(["", *wrong])
     return f"worst gradients: {', '.join(found)}"
 

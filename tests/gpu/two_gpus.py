@@ -9,9 +9,7 @@ import inspect
 import itertools
 import os
 import shutil
-import sys
 import tempfile
-import traceback
 
 import torch
 import torch.distributed as dist
@@ -23,11 +21,11 @@ from autotp.comm import init_process_group_from_env
 from autotp.generation.engine import find_engine
 from autotp.layers.decoding import decoding_step
 from autotp.train.optimizer import MasterOptimizer
-from tests.gpu import drawing, moving_rows, peer_sums
+from tests.gpu import data_parallel, drawing, moving_rows, peer_sums
+from tests.gpu.checks import CUDA, run_checks
 from tests.inject.test_families import full_gradients
 from tests.models import batch, tiny
 
-CUDA = os.environ.get("DEVICE", "cuda") == "cuda"
 RANK = int(os.environ["RANK"])
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
 FAMILIES = ["llama", "qwen3", "gemma2", "gpt_neox"]
@@ -331,29 +329,14 @@ ALONE += (check_training_state,)
 
 def main():
     init_process_group_from_env()
-    torch.backends.cuda.matmul.allow_tf32 = False
     checks = [(f, family) for f in (check_float32, check_steps, check_bf16, check_gather_and_save) for family in FAMILIES]
     checks += [(f, "llama") for f in ALONE]
     checks += [(check_generate, "gemma2"), (check_smollm2_shape, None)]
     checks += [(check_decoding, family) for family in FAMILIES]
     checks += [(check_norm_linear, norm) for norm in ("LayerNorm", "RMSNorm")]
     checks += [(check, None) for check in (*peer_sums.CHECKS, *moving_rows.CHECKS, *drawing.CHECKS)]
-    failed, names = 0, sys.argv[1:]
-    unknown = set(names) - {check.__name__ for check, _ in checks}
-    assert not unknown, f"there is no {sorted(unknown)}"
-    for check, family in checks:
-        if names and check.__name__ not in names:
-            continue
-        try:
-            line = "ok: " + check(*([family] if family else []))
-        except Exception as error:
-            failed += 1
-            line = f"FAILED: {type(error).__name__}: {error}"
-            traceback.print_exc()
-        print(f"CHECK rank {RANK} {check.__name__} {family or ''} {line}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.exit(1 if failed else 0)
+    checks += data_parallel.CHECKS
+    run_checks(checks, sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def test_trainer_equals_the_unsharded_run(tmp_path):
     for name, size in (("tp", 2), ("copies", 4)):
         tp = tmp_path / name
         launch("trainer,sft", tp, size)
-        # Trainer's eval_loss is a mean over batches, which copies of the model split and fill up.
+        # Copies of the model fill up the last batch, in Trainer's eval_loss too: see test_trainer_sizes.py.
         less = {"eval_loss"} if name == "copies" else ()
         log = compare_logs(plain, tp, 8, less)
         assert {"loss", "grad_norm"} <= set(log[0]) and "eval_right" in log[1]
