@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 
 from ..comm import TPGroup, local_device, resolve_group
 from ..errors import AutoTPError, CheckpointError
-from ..layers.base import check_usable, find_group
+from ..layers.base import check_usable, find_group, unwrap
 from ..layers.fully import data_ranks
 from ..places import Places
 from .dcp import TensorWriter, read_metadata
-from .parts import StateParts, unwrap
+from .parts import StateParts
 from .pending import ABOUT, PREFIX, PendingSave, clean_up, find_partial, find_steps, partial_of, sum_json
 from .plain import decode_plain, encode_plain
 from .random_state import choose_random_state, jump_random_state, random_state, set_random_state

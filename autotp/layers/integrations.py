@@ -26,7 +26,7 @@ from .base import sharded_modules
 from .data_axis import count_copies, find_prepared, find_spread
 from .fused_head import wrap_trl
 from .peft_wraps import install_peft
-from .stream import full_state_dict, map_sharded
+from .stream import full_state_dict, gather_state, map_sharded
 
 Save = Callable[..., None]  # save(model, directory, max_shard_size=..., is_main_process=...)
 Resize = Callable[..., nn.Module]  # resize(transformers' method, model, its arguments...)
@@ -225,7 +225,7 @@ def _wrap_get_state_dict(original: Callable) -> Callable:
     def get_state_dict(self, model, unwrap=True) -> Any:
         if find_spread(model) is None:
             return original(self, model, unwrap)
-        return full_state_dict(self.unwrap_model(model) if unwrap else model)
+        return full_state_dict(self.unwrap_model(model)) if unwrap else gather_state(model)
 
     return get_state_dict
 
