@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
 from ..layers.base import unwrap
-from ..layers.gather import digest_tensors
+from ..layers.digest import digest_tensors
 from .assemble import read_versions
 from .plan import Plan
 
