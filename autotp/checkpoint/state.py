@@ -302,5 +302,5 @@ def _choose(directory: Path) -> Path:
     if found is None:
         raise CheckpointError("; ".join([f"there is no whole training state in {directory}", *passed_over]))
     if passed_over:
-        warnings.warn(f"going on from {found}; passed over: {'; '.join(passed_over)}", stacklevel=4)
+        warnings.warn(f"going on from {found}; passed over: {'; '.join(passed_over)}", stacklevel=3)
     return found
