@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,8 @@ def kill_once(root: Path, draw: random.Random) -> dict[str, Any]:
         pipe.recv()
     time.sleep(draw.uniform(0, float((root / "seconds").read_text())))
     victim = draw.randrange(2)
-    os.kill(processes[victim].pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):  # it may be done already, and its save with it
+        os.kill(processes[victim].pid, signal.SIGKILL)
     begun = time.monotonic()
     try:
         word = pipes[1 - victim].recv()

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
@@ -193,13 +192,6 @@ class StateParts:
             else:
                 whole[key] = ChunkedTensor(local, shard.shape, boxes)
         read_tensors(directory, metadata, whole)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and torch.compile's wrap."""
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
-    return model
 
 
 def _saved_key(key: str, name: str, orders: Mapping[str, Any]) -> str:

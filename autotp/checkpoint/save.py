@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from ..comm import TPGroup
 from ..errors import CheckpointError, GatherError
-from ..layers.base import check_usable, find_group, sharded_modules
+from ..layers.base import check_usable, find_group, sharded_modules, unwrap
 from ..layers.fully import find_data_group
 from ..layers.gather import find_tied_names, iterate_full_tensors
 from ..layers.stream import StoppedError
 from .background import BackgroundWriter
-from .parts import unwrap
 from .place import PARTIAL, name_files, parse_size, put_in_place, write_aside, write_index
 from .writer import PlannedTensor, cut_files, plan_tensor
 

@@ -23,16 +23,18 @@ from torch.optim import Optimizer
 
 from ..comm import TPGroup, local_device, resolve_group
 from ..errors import AutoTPError, CheckpointError
-from ..layers.base import check_usable, find_group
+from ..layers.base import check_usable, find_group, unwrap
 from ..layers.fully import data_ranks
 from ..places import Places
+from .claim import DirectoryClaim
 from .dcp import TensorWriter, read_metadata
-from .parts import StateParts, unwrap
+from .parts import StateParts
 from .pending import ABOUT, PREFIX, PendingSave, clean_up, find_partial, find_steps, partial_of, sum_json
 from .plain import decode_plain, encode_plain
 from .random_state import choose_random_state, jump_random_state, random_state, set_random_state
 
 FORMAT = 1
+_WAIT_S = 30  # at most, for another job that saves to the same directory
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class TrainingState:
         self.optimizer, self.scheduler, self.masters = optimizer, scheduler, dict(masters or {})
         self.places = dp if isinstance(dp, Places) else _find_places(self.model, dp)
         self._pending: PendingSave | None = None
+        self._claim = DirectoryClaim()
         self._make_parts()
 
     def __enter__(self) -> TrainingState:
@@ -90,6 +93,7 @@ class TrainingState:
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is None:
             self.wait()
+            self._claim.release()
 
     def _make_parts(self) -> StateParts:
         """Made anew each time: an optimizer may have got parameters since."""
@@ -107,6 +111,8 @@ class TrainingState:
     def save(self, directory: Any, step: int, extra: Any = None, *, keep_last: int = 0, async_save: bool = False) -> Path:
         """Write `directory/checkpoint-STEP`, and return it; it has its name when it is whole.
 
+        From its first save on, until it ends or leaves the `with` of this object, a job has the directory to itself.
+
         Args:
             directory: one that all ranks share; made if it is not there.
             step: number of the state; one of the same number is replaced.
@@ -116,7 +122,8 @@ class TrainingState:
                 is raised by the next `save`, `load` or `wait`.
 
         Raises:
-            CheckpointError: the ranks' states do not fit together, or hold what can't be saved.
+            CheckpointError: the ranks' states do not fit together, or hold what can't be saved; another job that still runs
+                saves to `directory`.
             AutoTPError, OSError: on all ranks, if one could not write; what bears the name is as it was.
         """
         self.wait()
@@ -138,6 +145,7 @@ class TrainingState:
             if places.is_main:
                 _refuse_foreign(final)
                 final.parent.mkdir(parents=True, exist_ok=True)
+                self._claim.hold(final.parent, min(_WAIT_S, places.tp.timeout_s / 2))
                 clean_up(final)
                 _check_room(final, writer)
                 partial_of(final).mkdir()
@@ -294,5 +302,5 @@ def _choose(directory: Path) -> Path:
     if found is None:
         raise CheckpointError("; ".join([f"there is no whole training state in {directory}", *passed_over]))
     if passed_over:
-        warnings.warn(f"going on from {found}; passed over: {'; '.join(passed_over)}", stacklevel=4)
+        warnings.warn(f"going on from {found}; passed over: {'; '.join(passed_over)}", stacklevel=3)
     return found

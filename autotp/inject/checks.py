@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
-from ..layers.gather import digest_tensors
+from ..layers.base import unwrap
+from ..layers.digest import digest_tensors
 from .assemble import read_versions
 from .plan import Plan
 
@@ -19,6 +20,20 @@ def check_options(logits: str) -> None:
     """Raise for a value outside its choices."""
     if logits not in ("auto", "full", "sharded"):
         raise PlanError(f"logits={logits!r} is none of 'auto', 'full', 'sharded'")
+
+
+def refuse_wrapped(model: nn.Module, doing: str) -> None:
+    """Raise for a model in a wrap that was made for the parameters as they are.
+
+    Raises:
+        PlanError: naming the wrap, and the model inside.
+    """
+    inside = unwrap(model)
+    if inside is not model:
+        raise PlanError(
+            f"{doing} changes what {type(model).__name__} was made for: call autotp.{doing} of the {type(inside).__name__} "
+            f"inside, and wrap it after that"
+        )
 
 
 def refuse_quantised(model: nn.Module) -> None:

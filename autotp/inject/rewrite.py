@@ -30,7 +30,7 @@ from .attentions import find_values
 from .attributes import restore_attributes
 from .block import fuse_modules
 from .callsites import remove_fixes
-from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_quantised
+from .checks import check_agreement, check_alike, check_memory, check_options, digest_weights, refuse_quantised, refuse_wrapped
 from .forwards import Forward, remove_forward
 from .hints import spell
 from .load import build_empty, find_checkpoint, find_dtype, read_kept_plan
@@ -86,6 +86,7 @@ def parallelize(
     check_options(logits)
     check_precision(precision)
     check_mode(sequence_parallel)
+    refuse_wrapped(model, "parallelize")
     if find_group(model) is not None:
         raise PlanError(f"this {type(model).__name__} is parallelized already; autotp.unshard(model) makes it plain again")
     check_usable(model)
@@ -199,6 +200,7 @@ def unshard(model: nn.Module) -> nn.Module:
     Raises:
         AutoTPError: the model is not parallelized, or is broken.
     """
+    refuse_wrapped(model, "unshard")
     group = find_group(model)
     if group is None:
         raise PlanError(f"this {type(model).__name__} is not parallelized")

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
@@ -118,6 +119,13 @@ def held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 yield (f"{name}.{leaf}" if name else leaf), parameter
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and torch.compile's wrap."""
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
+    return model
 
 
 def find_group(model: nn.Module) -> TPGroup | None:

@@ -27,6 +27,7 @@ from ..comm import TPGroup
 from ..errors import GatherError
 from ..shard import Shard
 from .base import TensorParallel_Layer, check_usable, holder_of, sharded_modules
+from .digest import digest_tensors
 from .fully import refuse_dealt
 from .stream import (
     check_same_names,
@@ -72,7 +73,8 @@ class GatherReplacedLayerParams:
     """Inside the `with`, the sharded tensors among `params` are whole on every rank.
 
     On exit the shards return to the storage they had (a flat-buffer optimizer keeps working on it). What the body changed
-    is split into it again; every rank must make the same change. An exception inside restores the shards and writes
+    is split into it again; every rank must make the same change. What it converted or moved (`model.half()`) is split into new
+    storage, as a conversion outside makes it. An exception inside restores the shards and writes
     nothing back. `.grad` is left alone, state dicts taken inside stay valid, and contexts may be nested. A forward
     through a module whose tensors are whole raises.
 
@@ -168,15 +170,17 @@ class GatherReplacedLayerParams:
                 group.arrive(_END, f"error {type(exc).__name__}: {exc}", wait=False)
         if exc is not None:
             return
-        changed = {id(w): (v, d) for w, v, d in zip(wholes, values, digests, strict=True) if d != w.digest}
+        changed = {
+            id(w): (v, d) for w, v, d in zip(wholes, values, digests, strict=True) if d != w.digest or _was_converted(w, v)
+        }
         for group in groups:
             mine = [whole for whole in wholes if whole.group is group]
-            note = ",".join(f"{i}:{changed[id(w)][1]:x}" for i, w in enumerate(mine) if id(w) in changed)
+            note = ",".join(f"{i}:{_describe(*changed[id(w)])}" for i, w in enumerate(mine) if id(w) in changed)
             _check_same_changes(group.arrive(_END, note), mine)
         with torch.no_grad():
             for whole in wholes:
-                if id(whole) in changed:  # through the Parameter, so that autograd notices
-                    whole.tensor.copy_(whole.shard.split(changed[id(whole)][0], whole.group.tp_rank))
+                if id(whole) in changed:
+                    _write_back(whole, changed[id(whole)][0])
 
 
 def _make_batches(wholes: Iterable[_Whole]) -> list[list[_Whole]]:
@@ -252,7 +256,9 @@ def _end_read_only(wholes: list[_Whole], exc: BaseException | None) -> None:
 
 
 def _was_changed(whole: _Whole) -> bool:
-    """Whether the body wrote into the tensor so that autograd knows, or put another in its place."""
+    """Whether the body wrote into the tensor so that autograd knows, converted it, or put another in its place."""
+    if _was_converted(whole, whole.tensor):
+        return True
     moved = any(getattr(module, name, None) is not whole.tensor for module, name in whole.places)
     return moved or whole.tensor._version != whole.version
 
@@ -272,6 +278,26 @@ def _restore(whole: _Whole) -> None:
                 module.__dict__["forward"] = gathered.forward
 
 
+def _was_converted(whole: _Whole, value: Tensor) -> bool:
+    """Whether the body left another dtype or device than the shard has."""
+    return (value.dtype, value.device) != (whole.local.dtype, whole.local.device)
+
+
+def _describe(value: Tensor, digest: int) -> str:
+    return f"{digest:x} {value.dtype} {value.device.type}"
+
+
+def _write_back(whole: _Whole, value: Tensor) -> None:
+    """Split `value` into the shard: through the Parameter, so that autograd notices, or as modules convert their tensors."""
+    part = whole.shard.split(value, whole.group.tp_rank)
+    if not _was_converted(whole, value):
+        whole.tensor.copy_(part)
+        return
+    part = part.clone()
+    for module, _ in whole.places:  # which lays the weights of siblings side by side again
+        module._apply(lambda tensor: part if tensor is whole.tensor else tensor, recurse=False)
+
+
 def _current_value(whole: _Whole) -> Tensor:
     """The whole value that the body leaves: the tensor's own, or that of another Parameter put in its place."""
     value = whole.tensor.detach()
@@ -287,38 +313,6 @@ def _current_value(whole: _Whole) -> Tensor:
             f"{whole.shard.shape}. Keep its shape, or resize the model before parallelizing it. The shards are as they were."
         )
     return value
-
-
-@torch.no_grad()
-def digest_tensors(tensors: list[Tensor]) -> list[int]:
-    """A number for each tensor's bits; writes through `.data` and numpy are seen too, as version counters would not."""
-    sums = [_weigh(tensor.detach()) for tensor in tensors]
-    by_device: dict[torch.device, list[int]] = {}
-    for i, value in enumerate(sums):
-        by_device.setdefault(value.device, []).append(i)
-    out = [0] * len(tensors)
-    for indices in by_device.values():
-        for i, number in zip(indices, torch.stack([sums[i] for i in indices]).tolist(), strict=True):
-            out[i] = number & (2**64 - 1)
-    return out
-
-
-def _weigh(tensor: Tensor) -> Tensor:
-    """Row sums and column sums of the bits, each weighted by its place: int64 scalar, equal on all ranks."""
-    if not tensor.numel():
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    tensor = tensor.contiguous()
-    bits = tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-    bits = bits.reshape(-1, bits.shape[-1]) if bits.dim() > 1 else bits.reshape(1, -1)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for dim, salt in ((0, 0x9E3779B97F4A7C1), (1, 0x2545F4914F6CDD1)):
-        sums = bits.sum(dim, dtype=torch.int64)
-        places = torch.arange(1, sums.numel() + 1, device=tensor.device)
-        mixed = (sums ^ (sums >> 29)) * (places * salt | 1)
-        total = total + (mixed ^ (mixed >> 31)).sum()
-    return total
 
 
 # -- agreement ----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from .data_axis import count_copies, find_prepared, find_spread
 from .fused_head import wrap_trl
 from .peft_wraps import install_peft
 from .rank_state import check_rank_state, load_rank_state, save_rank_state, share_random_state
-from .stream import full_state_dict, map_sharded
+from .stream import full_state_dict, gather_state, map_sharded
+from .when_imported import when_imported
 
 Save = Callable[..., None]  # save(model, directory, max_shard_size=..., is_main_process=...)
 Resize = Callable[..., nn.Module]  # resize(transformers' method, model, its arguments...)
@@ -35,18 +36,12 @@ def install_integrations(save: Save | None, resize: Resize | None = None) -> Non
     from accelerate import Accelerator
     from transformers.generation import GenerationMixin
     from transformers.modeling_utils import PreTrainedModel
-    from transformers.trainer import Trainer
 
     replace(PreTrainedModel, "save_pretrained", functools.partial(_wrap_save_pretrained, save))
     replace(PreTrainedModel, "push_to_hub", _wrap_push_to_hub)
     replace(PreTrainedModel, "resize_token_embeddings", functools.partial(_wrap_resize, resize))
     replace(PreTrainedModel, "num_parameters", _wrap_num_parameters)
     replace(GenerationMixin, "_get_static_cache_init_shape", _wrap_static_cache_shape)
-    replace(Trainer, "_build_accelerator_args", _wrap_accelerator_args)
-    replace(Trainer, "save_model", _wrap_trainer_save)
-    replace(Trainer, "_save_optimizer_and_scheduler", _wrap_trainer_save_optimizer)
-    replace(Trainer, "_load_optimizer_and_scheduler", _wrap_trainer_load_optimizer)
-    replace(Trainer, "_load_rng_state", _wrap_trainer_load_random_state)
     replace(Accelerator, "get_state_dict", _wrap_get_state_dict)
     replace(Accelerator, "prepare", data_axis.wrap_prepare)
     replace(Accelerator, "_prepare_tp", data_axis.wrap_prepare_tp)
@@ -56,7 +51,18 @@ def install_integrations(save: Save | None, resize: Resize | None = None) -> Non
     replace(Accelerator, "gather_for_metrics", data_axis.wrap_gather_for_metrics)
     replace(Accelerator, "save_state", _wrap_save_state)
     replace(Accelerator, "load_state", _wrap_load_state)
-    install_peft(replace)
+    when_imported("transformers.trainer", _install_trainer)  # it imports pandas and much else
+    when_imported("peft", functools.partial(install_peft, replace))
+
+
+def _install_trainer() -> None:
+    from transformers.trainer import Trainer
+
+    replace(Trainer, "_build_accelerator_args", _wrap_accelerator_args)
+    replace(Trainer, "save_model", _wrap_trainer_save)
+    replace(Trainer, "_save_optimizer_and_scheduler", _wrap_trainer_save_optimizer)
+    replace(Trainer, "_load_optimizer_and_scheduler", _wrap_trainer_load_optimizer)
+    replace(Trainer, "_load_rng_state", _wrap_trainer_load_random_state)
 
 
 def install_on_cpus() -> None:
@@ -236,7 +242,7 @@ def _wrap_get_state_dict(original: Callable) -> Callable:
     def get_state_dict(self, model, unwrap=True) -> Any:
         if find_spread(model) is None:
             return original(self, model, unwrap)
-        return full_state_dict(self.unwrap_model(model) if unwrap else model)
+        return full_state_dict(self.unwrap_model(model)) if unwrap else gather_state(model)
 
     return get_state_dict
 

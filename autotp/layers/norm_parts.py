@@ -36,7 +36,12 @@ class SideBySide(nn.Module):
         """Put the parts' weights side by side, so that one product takes them all; where others hold them they stay."""
         weights: list[Any] = [self._parameters.get(name) for name in self.weight_names]
         biases: list[Any] = [self._parameters.get(name) for name in self.bias_names]
-        if not self._owns or len(weights) == 1 or any(type(weight) is not nn.Parameter for weight in weights):
+        if (
+            not self._owns
+            or len(weights) == 1
+            or "gathered" in self.__dict__
+            or any(type(weight) is not nn.Parameter for weight in weights)
+        ):
             return
         if self._laid is None or not self._laid.holds(weights, biases):
             aligned = all(weight.numel() * weight.element_size() % ALIGNMENT_BYTES == 0 for weight in weights)

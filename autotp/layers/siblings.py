@@ -122,7 +122,7 @@ class SiblingInput:
 
     def follow(self, moved: bool) -> None:
         """After a member's data was converted or moved: let go of the old memory, and lay the new when all have moved."""
-        if self.find_laid() is None and moved:
+        if self.find_laid() is None and moved and not any(_is_gathered(slot()) for slot in self._slots):
             self.lay()
 
     def find_laid(self) -> Laid | None:
@@ -132,7 +132,7 @@ class SiblingInput:
             return None
         for slot, weight, bias, place in zip(self._slots, laid.weights, laid.biases, laid.places, strict=True):
             layer = slot()
-            if layer is None:
+            if layer is None or _is_gathered(layer):
                 return None
             table = layer._parameters
             if table.get("weight") is not weight or table.get("bias") is not bias or place != find_place(weight, bias):
@@ -399,6 +399,11 @@ def _is_plain(x: Tensor) -> bool:
     if type(x) is not Tensor and type(x) is not nn.Parameter:
         return False
     return not x.is_inference() and torch._C._functorch.maybe_current_level() is None
+
+
+def _is_gathered(layer: nn.Module | None) -> bool:
+    """Whether a `GatherReplacedLayerParams` has made some of its tensors whole, which go back to where they were."""
+    return layer is not None and "gathered" in layer.__dict__
 
 
 def _keeps_alignment(layer: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..comm import TPGroup
 from ..errors import GatherError
-from .base import TensorParallel_Layer, check_usable, find_group, sharded_modules
+from .base import TensorParallel_Layer, check_usable, find_group, sharded_modules, unwrap
 from .fully import find_part, make_whole
 
 
@@ -76,12 +76,18 @@ def _check_not_stopped(group: TPGroup, what: str) -> None:
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The unsharded model's state dict, on rank 0 in CPU memory; empty on the other ranks.
 
-    All keys of the model are there; tied ones share storage, as in the unsharded model. Collective over the TP group, and over
-    the data axis too where FSDP2 shards the model further.
+    All keys of the model are there; tied ones share storage, as in the unsharded model. Names are the model's own: what wraps it
+    for data parallelism is left off. Collective over the TP group, and over the data axis too where FSDP2 shards the model
+    further.
 
     Raises:
         GatherError: a rank did not come.
     """
+    return gather_state(unwrap(model))
+
+
+def gather_state(model: nn.Module) -> dict[str, Any]:
+    """`full_state_dict` under the names that `model`, which may be a wrap, has for its tensors."""
     whole: dict[str, Tensor] = {}
     sharded = map_sharded(model)
     state = model.state_dict(keep_vars=True)
@@ -100,7 +106,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None,
     """Split rank 0's whole tensors into every rank's shards, in place, one tensor at a time.
 
     Args:
-        model: a parallelized model; any other just loads `state_dict`.
+        model: a parallelized model, in DistributedDataParallel or not; any other just loads `state_dict`.
         state_dict: on rank 0, whole tensors by name; the other ranks may pass None or {}.
         strict: refuse missing and unexpected keys. One name of a tied tensor is enough.
 
@@ -110,6 +116,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any] | None,
     Raises:
         GatherError: keys or shapes do not fit (nothing was changed); a rank did not come.
     """
+    model = unwrap(model)
     check_usable(model)
     group = find_group(model)
     if group is None:

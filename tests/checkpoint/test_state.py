@@ -5,6 +5,8 @@ import os
 import pickle
 import re
 import shutil
+import signal
+import time
 import warnings
 
 import pytest
@@ -15,6 +17,8 @@ from torch import nn
 import autotp
 from autotp import CheckpointError, TrainingState
 from autotp.checkpoint import pending as pending_file
+from autotp.checkpoint import state as state_file
+from autotp.checkpoint.claim import LOCK
 from autotp.checkpoint.dcp import TensorWriter
 from autotp.checkpoint.state import find_newest
 from tests.models import batch, tiny
@@ -71,6 +75,10 @@ def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+def listed(directory):
+    return sorted({*os.listdir(directory)} - {LOCK})
+
+
 @pytest.fixture
 def saved(tmp_path):
     """A directory with the states of steps 1 and 3, the parts, and what they were after step 3."""
@@ -124,7 +132,7 @@ def test_what_fails_beside_the_training_is_raised_by_the_next_call(saved, monkey
         state.save(directory, 4, async_save=True)
         with pytest.raises(OSError, match="disk full"):
             state.save(directory, 5)
-    assert sorted(os.listdir(directory)) == ["checkpoint-1", "checkpoint-3"]
+    assert listed(directory) == ["checkpoint-1", "checkpoint-3"]
     state.save(directory, 5)
     assert TrainingState(*make()).load(directory).step == 5
 
@@ -156,7 +164,7 @@ def test_only_the_last_are_kept(saved):
     for number in (4, 5, 9):
         state.save(directory, number)
     state.save(directory, 6, keep_last=2)
-    assert sorted(os.listdir(directory)) == ["checkpoint-5", "checkpoint-6", "checkpoint-9"]  # what comes later is not ours
+    assert listed(directory) == ["checkpoint-5", "checkpoint-6", "checkpoint-9"]  # what comes later is not ours
 
 
 def test_what_is_no_state_is_not_replaced(saved):
@@ -168,7 +176,7 @@ def test_what_is_no_state_is_not_replaced(saved):
     with pytest.raises(CheckpointError, match=r"checkpoint-4 is no training state \(model\.safetensors\)"):
         TrainingState(*parts).save(directory, 4)
     TrainingState(*parts).save(directory, 5, keep_last=1)
-    assert foreign.read_text() == "theirs" and sorted(p.name for p in directory.iterdir()) == ["checkpoint-4", "checkpoint-5"]
+    assert foreign.read_text() == "theirs" and listed(directory) == ["checkpoint-4", "checkpoint-5"]
 
 
 def test_masters_are_saved_beside_their_weights(tmp_path):
@@ -253,6 +261,81 @@ def test_what_is_not_whole_is_passed_over_and_said(saved):
         TrainingState(*parts).load(directory / "checkpoint-6")
     with pytest.raises(CheckpointError, match="there is no whole training state in"):
         TrainingState(*parts).load(directory / "nothing")
+
+
+# -- two jobs in one directory --------------------------------------------------------------------------------------------
+
+
+def in_a_job(work):
+    """Start a process that does `work(tell)`; gives its number, and the end of a pipe that says what it told."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(theirs)
+        return child, os.fdopen(ours)
+    try:
+        work(lambda text: os.write(theirs, f"{text}\n".encode()))
+    except BaseException as error:
+        os.write(theirs, f"{type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(0)
+
+
+def save_elsewhere(directory, step):
+    """What a job of its own says that saves there, keeping its last state alone."""
+
+    def work(tell):
+        tell(TrainingState(*make(step)).save(directory, step, keep_last=1).name)
+
+    child, told = in_a_job(work)
+    os.waitpid(child, 0)
+    return told.readline().strip()
+
+
+def test_another_job_is_refused_while_the_first_one_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(state_file, "_WAIT_S", 0.1)
+    directory, parts = tmp_path / "run", make()
+    with TrainingState(*parts) as state:
+        state.save(directory, 1)
+        state.save(directory, 3, async_save=True)
+        for step in (3, 9):
+            said = save_elsewhere(directory, step)
+            assert f"process {os.getpid()} on " in said and "CheckpointError" in said and "still runs" in said
+        assert save_elsewhere(tmp_path / "other", 3) == "checkpoint-3"
+        assert TrainingState(*parts).save(directory, 5).name == "checkpoint-5"  # of the same job
+        state.save(directory, 6)
+        assert "still runs" in save_elsewhere(directory, 9)
+        shutil.rmtree(directory)
+        state.save(directory, 7)
+        assert "still runs" in save_elsewhere(directory, 9)
+        state.save(tmp_path / "moved", 8)
+        assert "still runs" in save_elsewhere(tmp_path / "moved", 9)
+    assert save_elsewhere(tmp_path / "moved", 9) == "checkpoint-9"
+    assert [path.name for path in directory.glob("checkpoint*")] == ["checkpoint-7"]
+
+
+def test_a_job_that_was_killed_is_followed_at_once(tmp_path, monkeypatch):
+    """Though a process that it had forked still runs."""
+    monkeypatch.setattr(state_file, "_WAIT_S", 0.1)
+
+    def work(tell):
+        state = TrainingState(*make())
+        state.save(tmp_path, 1)
+        if not (worker := os.fork()):
+            time.sleep(60)
+            os._exit(0)
+        tell(worker)
+        time.sleep(60)
+
+    job, told = in_a_job(work)
+    worker = int(told.readline())
+    try:
+        assert "still runs" in save_elsewhere(tmp_path, 2)
+        os.kill(job, signal.SIGKILL)
+        os.waitpid(job, 0)
+        assert save_elsewhere(tmp_path, 2) == "checkpoint-2"
+    finally:
+        os.kill(worker, signal.SIGKILL)
 
 
 # -- refused, and nothing changed -----------------------------------------------------------------------------------------
@@ -386,7 +469,7 @@ def test_what_can_not_be_saved_is_named_before_anything_is_written(saved):
     parts[0].inner.register_module("odd", Odd())
     with pytest.raises(CheckpointError, match=r"'inner.odd._extra_state' of Net is a dict, not a tensor"):
         state.save(directory, 7)
-    assert sorted(os.listdir(directory)) == ["checkpoint-1", "checkpoint-3"]
+    assert listed(directory) == ["checkpoint-1", "checkpoint-3"]
 
 
 class Odd(nn.Module):
@@ -445,7 +528,7 @@ def test_a_run_goes_on_at_other_sizes(ranks, tmp_path, case):
     assert len(files) == 4 and max(files) < 2 * min(files)  # the copies share the writing
     found += train_on(None, case, out, None, 6, 8)
     assert found == pytest.approx(whole, abs=3e-6)
-    assert os.listdir(tmp_path) == ["checkpoint-6"]
+    assert listed(tmp_path) == ["checkpoint-6"]
 
 
 def refuse(group, out):
@@ -466,7 +549,7 @@ def refuse(group, out):
         state.wait()
     if rank == 1:
         torch.save = kept
-    return os.listdir(out)
+    return listed(out)
 
 
 def test_ranks_that_differ_or_fail_are_named_on_all(ranks, tmp_path):

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import os
 import shutil
+import sys
 import tempfile
 
 import torch

@@ -167,6 +167,53 @@ def test_what_the_body_changed_is_split_again(ranks):
     ranks.run(run_changes)
 
 
+CONVERSIONS = {
+    "half": lambda model: model.half(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "to a wider one": lambda model: model.to(torch.float64),
+    "one of them, by its data": lambda model: setattr(model.up.weight, "data", model.up.weight.data.double()),
+    "to and back": lambda model: model.double().float(),
+}
+
+
+def run_conversion(group, kind):
+    convert = CONVERSIONS[kind]
+    model, full, tp = build(group)
+    for each in (model, full):
+        nn.init.zeros_(each.up.bias)  # whose bits are alike in all dtypes
+    before, objects = [p.dtype for p in model.parameters()], list(model.parameters())
+    model.up.bias.grad = torch.ones_like(model.up.bias)
+    with GatherReplacedLayerParams(model.parameters(), model):
+        convert(model)
+    convert(full)
+    assert all(a is b for a, b in zip(objects, model.parameters(), strict=True)) and model.tied.weight is model.up.weight
+    assert [p.dtype for p in model.parameters()] == [p.dtype for p in full.parameters()]
+    assert model.up.weight.shape[0] < full.up.weight.shape[0] and model.up.bias.grad.dtype == model.up.bias.dtype
+    with GatherReplacedLayerParams(model.parameters(), model, read_only=True):
+        assert_equal(model, full)
+    if full.up.weight.dtype == full.norm.weight.dtype:
+        x = torch.randn(3, 6, dtype=full.norm.weight.dtype, generator=torch.Generator().manual_seed(2))
+        loose = {} if x.dtype.itemsize > 2 else {"rtol": 0.05, "atol": 0.01}
+        torch.testing.assert_close(model(x), full(x), **loose)
+    if [p.dtype for p in full.parameters()] == before:
+        return
+    model, full, _ = build(group)
+    with pytest.raises(GatherError, match=r"was changed .* leave read_only out"):
+        with GatherReplacedLayerParams(model.parameters(), model, read_only=True):
+            convert(model)
+    model, full, _ = build(group)
+    with pytest.raises(GatherError, match=r"rank\(s\) \[1\] changed 'up.weight' .* rank\(s\) \[0\] did not"):
+        with GatherReplacedLayerParams(model.up.weight, model):
+            if tp.tp_rank == 1:
+                convert(model)
+    assert model.up.weight.dtype == torch.float32 and model.up.weight.shape[0] < full.up.weight.shape[0]
+
+
+@pytest.mark.parametrize("kind", CONVERSIONS)
+def test_what_the_body_converted_stays_so(ranks, kind):
+    ranks.run(run_conversion, kind)
+
+
 def run_flat_optimizer(group):
     """An optimizer in the manner of a flat bf16 buffer with fp32 master weights: parameters are views into it."""
     model, full, _ = build(group, dtype=torch.bfloat16)

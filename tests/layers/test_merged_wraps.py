@@ -95,6 +95,23 @@ def test_accelerate_saves_and_loads_separate_tensors(tmp_path):
     type(accelerator.state)._reset_state(reset_partial_state=True)  # other tests of this process name their own
 
 
+def check_converted(group):
+    whole, model = tiny("llama"), autotp.parallelize(tiny("llama"), group)
+    assert laid(model) == 4
+    for convert in (lambda each: each.bfloat16(), lambda each: each.to(torch.float64), lambda each: each.to(torch.float64)):
+        with autotp.GatherReplacedLayerParams(model.parameters(), model):
+            convert(model)
+        convert(whole)
+        assert laid(model) == 4
+        state = autotp.full_state_dict(model)
+        assert all(torch.equal(value, whole.state_dict()[name]) for name, value in state.items())
+    torch.testing.assert_close(model(**batch(model)).loss, whole(**batch(whole)).loss)
+
+
+def test_weights_converted_while_they_are_whole_lie_side_by_side(ranks):
+    ranks.run(check_converted)
+
+
 def check_pickled(group):
     model = autotp.parallelize(tiny("llama"), group)
     with pytest.raises(AutoTPError, match="can't be pickled"):

@@ -274,6 +274,59 @@ def run_accelerate(directory, parallelize):
     unshard(model)
 
 
+def run_saves(directory, parallelize):
+    """One or two copies of a model, as accelerate prepares them: each way out gives the unsharded model, or is refused."""
+    from accelerate import Accelerator, ParallelismConfig
+    from safetensors.torch import load_file
+
+    import autotp
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    full, model = build(), parallelize(build())
+    config = ParallelismConfig(tp_size=2, dp_shard_size=size // 2)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=config)
+    prepared, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert isinstance(prepared, torch.nn.parallel.DistributedDataParallel) == (size > 2)
+    whole = full.state_dict()
+
+    def compare(state, prefix=""):
+        assert {prefix + name for name in whole} - {prefix + "lm_head.weight"} <= set(state) <= {prefix + name for name in whole}
+        assert all(torch.equal(value, whole[name.removeprefix(prefix)]) for name, value in state.items())
+
+    unwrapped, main = accelerator.unwrap_model(prepared), accelerator.is_main_process
+    assert unwrapped is model
+    ways = {
+        "own": lambda to: autotp.save_pretrained(prepared, to),
+        "model": lambda to: unwrapped.save_pretrained(to),
+        "idiom": lambda to: unwrapped.save_pretrained(
+            to, is_main_process=main, save_function=accelerator.save, state_dict=accelerator.get_state_dict(prepared)
+        ),
+        "short": lambda to: unwrapped.save_pretrained(to, is_main_process=main, save_function=accelerator.save),
+    }
+    for name, save in ways.items():
+        save(str(directory / name))
+        dist.barrier()
+        compare(LlamaForCausalLM.from_pretrained(directory / name).state_dict())
+    accelerator.save_model(prepared, str(directory / "weights"))
+    dist.barrier()
+    compare(load_file(directory / "weights" / "model.safetensors"))
+
+    inside = "module." if size > 2 else ""
+    for state, prefix in (
+        (accelerator.get_state_dict(prepared), ""),
+        (accelerator.get_state_dict(prepared, unwrap=False), inside),
+        (autotp.full_state_dict(prepared), ""),
+    ):
+        assert bool(state) == (rank % 2 == 0)
+        if state:
+            compare(state, prefix)
+    for state in (prepared.state_dict(), {"model": model.model.layers[0].state_dict(), "step": 1}):
+        assert "accelerator.get_state_dict(model)" in refused(CheckpointError, accelerator.save, state, directory / "part.pt")
+    assert not (directory / "part.pt").exists()
+    accelerator.save({"step": 1, "loss": torch.ones(2)}, directory / "other.pt")
+    forget(accelerator)
+
+
 def check_generation(model, full):
     """A static cache has as many heads as this rank holds, whatever transformers would guess."""
     prompt = make_data()[0]["input_ids"][None]
@@ -334,11 +387,11 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def test_accelerate_trains_copies_and_counts_samples_once(tmp_path):
-    launch("copies", tmp_path, 4)
+    launch("copies,saves", tmp_path, 4)
 
 
 def test_accelerate_names_misuse_and_equals_the_unsharded_run(tmp_path):
-    launch("misuse,copies,accelerate", tmp_path, 2)
+    launch("misuse,copies,saves,accelerate", tmp_path, 2)
     assert_same_weights(tmp_path / "final", tmp_path / "idiom", 0)
     assert "distributed_config" not in (tmp_path / "final" / "config.json").read_text()
     from safetensors.torch import load_file
@@ -354,6 +407,7 @@ SCENARIOS = {
     "misuse": run_misuse,
     "copies": run_copies,
     "accelerate": run_accelerate,
+    "saves": run_saves,
 }
 
 

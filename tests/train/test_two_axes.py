@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import autotp
-from autotp.errors import AutoTPError
+from autotp.errors import AutoTPError, PlanError
 from autotp.layers.stream import map_sharded
 from tests.models import batch, tiny
 from tests.ranks import grid
@@ -151,6 +151,36 @@ def check_saved(group, directory):
 
 def test_fully_sharded_is_saved_whole_and_resumed(ranks, tmp_path):
     ranks.run(check_saved, tmp_path, size=4)
+
+
+def check_wrapped(group, directory):
+    whole, model = build()
+    wrapped = ddp(model)
+    autotp.save_pretrained(wrapped, directory)
+    saved = AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in whole.state_dict().items())
+    compare_parameters(wrapped, whole, tolerance=0)
+    assert bool(autotp.full_state_dict(wrapped)) == (grid()["tp"].get_local_rank() == 0)
+    for wrap in (wrapped, torch.compile(wrapped)):
+        for parameter in whole.parameters():
+            parameter.data.mul_(1.5)
+        autotp.load_full_state_dict(wrap, whole.state_dict())
+        compare_parameters(model, whole, tolerance=0)
+    for call in (
+        lambda: autotp.unshard(wrapped),
+        lambda: autotp.parallelize(ddp(whole), grid()["tp"]),
+        lambda: autotp.parallelize(torch.compile(whole), grid()["tp"]),
+    ):
+        with pytest.raises(PlanError, match="of the LlamaForCausalLM inside"):
+            call()
+    wrapped(**halves(batch(whole, rows=4))).loss.backward()
+    whole(**batch(whole, rows=4)).loss.backward()
+    norms = [autotp.clip_grad_norm_(model.parameters(), 1), torch.nn.utils.clip_grad_norm_(whole.parameters(), 1)]
+    torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_go_in_and_out_through_ddp(ranks, tmp_path):
+    ranks.run(check_wrapped, tmp_path, size=4)
 
 
 def check_refused(group):
