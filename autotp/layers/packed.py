@@ -75,7 +75,7 @@ class FourBit(Packed):
         weight: Any = self.weight
         dtype = self.compute_dtype or x.dtype
         bias = None if bias is None else bias.to(dtype)
-        return bnb.matmul_4bit(x.to(dtype), weight, bias=bias, quant_state=weight.quant_state).to(x.dtype)
+        return bnb.matmul_4bit(x.to(dtype), weight.t(), bias=bias, quant_state=weight.quant_state).to(x.dtype)
 
     def unpack(self) -> Tensor:
         import bitsandbytes as bnb

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file
 from torch import nn
 
@@ -228,8 +229,10 @@ def run_goes_around(group, directory, family, options):
     loaded.set_adapter("default")
     plain.set_adapter("default")
     settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    # Two DoRA adapters don't merge in peft 0.20.
+    both = not options.get("modules_to_save") and not (options.get("use_dora") and Version(peft.__version__) < Version("0.21"))
     for each in (loaded, plain):
-        each.base_model.set_adapter(["default", "other"]) if not options.get("modules_to_save") else None
+        each.base_model.set_adapter(["default", "other"]) if both else None
     tokens = [each.eval().generate(inputs["input_ids"], **settings) for each in (loaded, plain)]
     assert torch.equal(*tokens)
     loaded.merge_adapter()
