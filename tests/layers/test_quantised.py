@@ -83,7 +83,11 @@ def run_reads(group, path, kind, tolerance):
     model = read(path, group, kind)
     names = {name.rpartition(".")[2] for name in packed_of(model)}
     assert names == set(LINEARS) and set(model.state_dict()) == set(tiny("llama", **SIZES).state_dict())
-    agree(model, stand_for(model, AutoModelForCausalLM.from_pretrained(path)), tolerance)
+    plain = stand_for(model, AutoModelForCausalLM.from_pretrained(path))
+    agree(model, plain, tolerance)
+    if tolerance < 1e-3:
+        prompt, settings = batch(plain)["input_ids"][:, :5], {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+        assert torch.equal(model.generate(prompt, **settings), plain.generate(prompt, **settings))
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "int8", "torchao int8", "torchao int4"])
