@@ -332,3 +332,22 @@ def test_training_goes_on(ranks, saved, tmp_path):
     need("nf4")
     losses, _ = ranks.run(run_goes_on, saved, str(tmp_path / "state"))
     assert losses[4:6] == losses[2:4] != losses[:2]
+
+
+def run_fp8_weights(group, path, directory):
+    """Adapters beside weights that are kept in FP8: peft makes them in its dtype first."""
+
+    def make():
+        return autotp.from_pretrained(path, group, precision=autotp.Recipe("rowwise", weights_only=True, least=16))
+
+    model = add(make())
+    train(model, batch(model.get_base_model()))
+    model.save_pretrained(directory)
+    again = peft.PeftModel.from_pretrained(make(), directory)
+    agree(again, model, 0)
+    with again.disable_adapter(), pytest.raises(AssertionError):
+        agree(again, model, 1e-4)
+
+
+def test_adapters_of_fp8_weights_are_saved(ranks, saved, tmp_path):
+    ranks.run(run_fp8_weights, saved, str(tmp_path / "adapter"))
