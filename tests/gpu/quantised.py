@@ -1,4 +1,4 @@
-"""Quantised base weights on two GPUs: outputs, adapters' gradients and generated tokens beside a model of the values they stand for.
+"""Quantised base weights on two GPUs: outputs, adapters' gradients and tokens beside a model of the values they stand for.
 
 `torchrun --nproc-per-node 2 tests/gpu/quantised.py [nf4 int8 ..]`; DEVICE=cpu runs over gloo. Prints one line a format and fails
 if any failed. bitsandbytes and torchao are needed for their own formats.
