@@ -286,7 +286,7 @@ def run_refuses(group):
         autotp.parallelize(peft.get_peft_model(tiny(), refused[0][0]), group)
     quantised = tiny()
     quantised.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.zeros(96, 64, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(AutoTPError, match=r"layers\.0\.mlp\.up_proj\.weight.*quantise it then"):
+    with pytest.raises(AutoTPError, match=r"layers\.0\.mlp\.up_proj\.weight.*autotp\.quantize"):
         autotp.parallelize(quantised, group)
 
 
