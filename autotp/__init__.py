@@ -7,6 +7,7 @@ from .errors import AutoTPError, CheckpointError, GatherError, KernelUnsupported
 from .generation.engine import release
 from .generation.warm import warm_up
 from .inject.plan import ModulePlan, Plan, Region
+from .inject.quantise import dequantize, quantize
 from .inject.rewrite import from_pretrained, parallelize, unshard
 from .inject.rules import make_plan
 from .kernels.fp8 import Recipe
@@ -50,6 +51,7 @@ __all__ = [
     "TrainingState",
     "__version__",
     "clip_grad_norm_",
+    "dequantize",
     "enable_main_grad",
     "explain_overlap",
     "fp8_report",
@@ -60,6 +62,7 @@ __all__ = [
     "make_plan",
     "parallelize",
     "profile_names",
+    "quantize",
     "release",
     "save_pretrained",
     "unshard",

@@ -42,9 +42,10 @@ if len(sys.argv) > 1:
 
 model.train()
 for epoch in range(step // len(loader), 2):
-    loader.set_epoch(epoch)
     done = step % len(loader)
-    for batch in accelerator.skip_first_batches(loader, done) if done else loader:
+    rest = accelerator.skip_first_batches(loader, done) if done else loader
+    rest.set_epoch(epoch)
+    for batch in rest:
         loss = model(**batch).loss
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)

@@ -23,6 +23,8 @@ def shelf(tmp_path_factory):
 @pytest.mark.parametrize("example", SHORT, ids=lambda path: path.stem)
 def test_example_runs(example, shelf):
     text = example.read_text()
+    if "pip install bitsandbytes" in text:
+        pytest.importorskip("bitsandbytes")
     ranks = int(re.search(r"--(?:nproc-per-node|num_processes) (\d+) examples/" + example.name, text)[1])
     run_job(example, cwd=shelf, size=ranks)
     check_saved(text, shelf)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError
 from ..layers.base import find_group, mark_broken
 from ..layers.fully import Part, find_part
+from ..layers.quantised import list_packed
 from ..layers.stream import is_gathered, map_sharded
 from ..shard import Shard
 from .chunks import ChunkedTensor, Order, PickedTensor, check_order, chunk_to_save, find_order, held_boxes
@@ -42,13 +43,14 @@ class StateParts:
         self.group = find_group(model)
         sharded = map_sharded(model)
         names: dict[int, str] = {}
+        frozen = list_packed(model)  # they are what the checkpoint was quantised to, when the model is made again, too
         self.tensors: dict[str, Tensor] = {}
         self.dealt: dict[str, Shard] = {}  # over the TP group
         for name, tensor in model.state_dict(keep_vars=True).items():
             if not isinstance(tensor, Tensor):
                 kind = type(tensor).__name__
                 raise CheckpointError(f"'{name}' of {type(model).__name__} is a {kind}, not a tensor: no state can hold it")
-            if id(tensor) in names:
+            if id(tensor) in names or name in frozen:
                 continue
             names[id(tensor)] = name
             self.tensors[name] = tensor

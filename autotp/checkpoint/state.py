@@ -25,6 +25,7 @@ from ..comm import TPGroup, local_device, resolve_group
 from ..errors import AutoTPError, CheckpointError
 from ..layers.base import check_usable, find_group, unwrap
 from ..layers.fully import data_ranks
+from ..layers.quantised import list_packed
 from ..places import Places
 from .claim import DirectoryClaim
 from .dcp import TensorWriter, read_metadata
@@ -97,7 +98,7 @@ class TrainingState:
 
     def _make_parts(self) -> StateParts:
         """Made anew each time: an optimizer may have got parameters since."""
-        check_usable(self.model)
+        check_usable(self.model, self.model.state_dict().keys() - list_packed(self.model))
         for name, parameter in self.model.named_parameters():
             if isinstance(parameter, DTensor) and not set(data_ranks(parameter)) <= set(self.places.dp.ranks):
                 raise CheckpointError(

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+_TENSORS = {Tensor, nn.Parameter}
 _PLAIN = {bool, int, float, str, torch.dtype, torch.device, type(None)}
 # What every module has, seen otherwise here or of no weight; and what transformers notes on a model at each call of generate.
 _PASSED = {*nn.Module().__dict__, "_is_hf_initialized", "_previous_max_cache_length"}
@@ -33,7 +34,7 @@ def fingerprint(model: nn.Module) -> int:
         for tensors in (table["_parameters"], table["_buffers"]):
             for tensor in tensors.values():
                 if tensor is not None:  # of another shape it would lie elsewhere
-                    add(tensor.data_ptr())
+                    add(tensor.data_ptr() if type(tensor) in _TENSORS else _find_places(tensor))
                     add(tensor.dtype)
         add(table["training"])
         for hooks in (table["_forward_hooks"], table["_forward_pre_hooks"]):
@@ -43,6 +44,15 @@ def fingerprint(model: nn.Module) -> int:
             if name not in _PASSED:
                 add(_outline(name, table[name]))
     return hash(tuple(parts))
+
+
+def _find_places(tensor: Any) -> tuple[int, ...]:
+    """Where the parts of a tensor of another class lie: torchao's have no address of their own, bitsandbytes' scales beside."""
+    inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]] if hasattr(tensor, "__tensor_flatten__") else []
+    state = getattr(tensor, "quant_state", None)
+    scales = [getattr(each, "absmax", None) for each in (state, getattr(state, "state2", None))]
+    found = [tensor, *inside, getattr(tensor, "SCB", None), *scales]
+    return tuple([each.data_ptr() for each in found if isinstance(each, Tensor)])
 
 
 def _outline(name: str, value: Any) -> Any:

@@ -47,7 +47,8 @@ def refuse_quantised(model: nn.Module) -> None:
         if not plain or (parameter.ndim > 1 and not (parameter.is_floating_point() or parameter.is_complex())):
             raise PlanError(
                 f"{name} is a {type(parameter).__name__} of {parameter.dtype}, shape {list(parameter.shape)}, a format "
-                f"that can't be cut: parallelize it in bfloat16, and quantise it then (torchao's quantize_), each rank its part"
+                f"that can't be cut: load it with autotp.from_pretrained(path, quantization_config=..), or parallelize it in "
+                f"bfloat16 and then autotp.quantize(model, config): each rank quantises its part"
             )
 
 

@@ -36,6 +36,7 @@ from .hints import spell
 from .load import build_empty, find_checkpoint, find_dtype, read_kept_plan
 from .plan import Plan
 from .precision import check_device, check_precision, choose_products, install_products, remove_products, store_weights
+from .quantise import check_configs, choose_linears, read_config
 from .resize import resize_embeddings
 from .rules import check_mode, hints_of, make_plan, reuse_plan
 from .swap import rewrite_modules
@@ -140,6 +141,7 @@ def from_pretrained(
     config: Any = None,
     ignore_mismatched_sizes: bool = False,
     output_loading_info: bool = False,
+    quantization_config: Any = None,
 ) -> Any:
     """`parallelize` of a checkpoint, of which each rank reads only its own slices.
 
@@ -159,6 +161,8 @@ def from_pretrained(
         config: in place of the checkpoint's own.
         ignore_mismatched_sizes: what has another shape in the checkpoint is drawn as well, instead of refused.
         output_loading_info: return `(model, info)`, with transformers' `missing_keys`, `unexpected_keys` and `mismatched_keys`.
+        quantization_config: transformers' BitsAndBytesConfig or TorchAoConfig: each rank quantises its parts of the linears as it
+            reads them, for adapters to train on; see docs/lora.md.
         The others as in `parallelize`.
 
     Returns:
@@ -174,9 +178,11 @@ def from_pretrained(
     group = resolve_group(group_or_mesh, timeout_s)
     group.arrive("from_pretrained")
     with group.together("reading the checkpoint's headers"):
+        quantiser = None if quantization_config is None else read_config(quantization_config, precision)
         source = open_checkpoint(find_checkpoint(path))
         wanted = find_dtype(source, dtype, trust_remote_code, config) if group.tp_rank == 0 else None
     wanted = group.broadcast_object(wanted)
+    check_configs(group, quantization_config)
     asked_for = repr((model_class, None if config is None else config.to_dict(), ignore_mismatched_sizes))
     check_alike(group, {"library versions": read_versions(), "class, config or ignore_mismatched_sizes= arguments": asked_for})
     with source:
@@ -186,8 +192,13 @@ def from_pretrained(
             kept = None if asked else read_kept_plan(model, source, group.tp_size)
         made, forwards = plan_together(model, group, plan, head, inputs, attrs, sequence_parallel, precision, kept)
         then = store_weights(model, made)
+        if quantiser is not None:
+            with group.together("choosing what is quantised"):
+                then = quantiser.pack_read(model, choose_linears(model, made.shards, quantiser))
         info = fill_from_source(model, made, source, group, ignore_mismatched_sizes=ignore_mismatched_sizes, then=then)
     finish_rewrite(model, made, group, logits, forwards)
+    if quantiser is not None:
+        quantiser.install(model)
     model.eval()
     return (model, info.to_dict()) if output_loading_info else model
 

@@ -325,7 +325,8 @@ def share_adapters(model: nn.Module, group: TPGroup, adapter: str) -> None:
     for _, layer in find_lora(model):
         for parameter in list_parameters(layer, adapter):
             if not parameter.is_meta:
-                parameter.data = group.broadcast(parameter.data.contiguous())
+                data = parameter.data.contiguous()  # beside a weight of 8 bits it is of its dtype, which not every backend moves
+                parameter.data = group.broadcast(data.view(torch.uint8) if data.element_size() == 1 else data).view(data.dtype)
 
 
 def list_parameters(layer: Any, adapter: str) -> list[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -190,14 +190,18 @@ def _raise_broken(reason: str, *args: Any, **kwargs: Any) -> None:
     raise AutoTPError(f"this model can't be used any more: {reason}. Load it again.")
 
 
-def check_usable(module: nn.Module) -> None:
+def check_usable(module: nn.Module, names: Iterable[str] | None = None) -> None:
     """Raise if a fault left `module` half rewritten, or its weights are there to be multiplied only.
+
+    Args:
+        names: of the tensors that are read, where that is not all of them.
 
     Raises:
         AutoTPError: with the reason that was noted.
     """
-    for child in module.modules():
+    read = None if names is None else {name.rpartition(".")[0] for name in names}
+    for name, child in module.named_modules():
         if "broken" in child.__dict__:
             raise AutoTPError(f"this model can't be used any more: {child.__dict__['broken']}. Load it again.")
-        if "only_runs" in child.__dict__:
+        if "only_runs" in child.__dict__ and (read is None or name in read):
             raise AutoTPError(child.__dict__["only_runs"])

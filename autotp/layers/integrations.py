@@ -185,13 +185,19 @@ def _lent_config(model: nn.Module, copies: int):
 
 
 def _wrap_accelerator_args(original: Callable) -> Callable:
+    from accelerate import ParallelismConfig
+
     def build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         group = find_spread(self.model)
         if group is None:
             return original(self, **kwargs)
         wrap_trl()  # whose trainers are Trainers: they are imported by now
-        with _lent_config(self.model, count_copies(group, self.args.world_size, "Trainer")):
-            return original(self, **kwargs)
+        copies = count_copies(group, self.args.world_size, "Trainer")
+        with _lent_config(self.model, copies):
+            found = original(self, **kwargs)
+        if self.args.parallelism_config is None:  # transformers 5.17 reads no data-parallel size
+            found["parallelism_config"] = ParallelismConfig(tp_size=group.tp_size, dp_shard_size=copies)
+        return found
 
     return build_accelerator_args
 

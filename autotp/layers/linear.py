@@ -57,8 +57,10 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
         reduce_dtype: dtype in which partial sums are added up; None for their own.
         accumulate_into_main_grad: add the gradients of weight and bias to their `main_grad` (see kernels/main_grad.py).
         scaling: how its products are FP8; None where they are of the tensors' own dtype.
+        packed: whether its weight is quantised, so that all products are the format's (see quantised.py).
     """
 
+    packed = False
     op = "linear"
     out_dim, in_dim = 0, 1  # which dimension of the weight is which
     cut_dim = 0
@@ -171,7 +173,10 @@ class ParallelLinear(OverlapOptions, TensorParallel_Layer):
             x = copy_to_group(x, self.tp, self.reduce_dtype)
         if not leaves:
             return scaling.multiply_stored(x, self.weight, scale, self.bias)
-        part, bias = scaling.multiply_stored(x, self.weight, scale), self.bias
+        return self.finish(scaling.multiply_stored(x, self.weight, scale), self.bias)
+
+    def finish(self, part: Tensor, bias: Tensor | None) -> Tensor:
+        """The sum over the ranks of `part`, which nobody else reads, and then the bias."""
         if not part.requires_grad:
             pending = pend(part, self.tp, bias, self.reduce_dtype) if read_symmetric(self) is None else None
             if pending is not None:
@@ -350,7 +355,7 @@ class LinearPartial(ParallelLinear, nn.Linear):
         for entered in self.ends:
             entered.clear()
         weight, bias = self.weight, self.bias
-        if self.scaling is None and not (self.accumulate_into_main_grad and torch.is_grad_enabled()):
+        if self.scaling is None and not self.packed and not (self.accumulate_into_main_grad and torch.is_grad_enabled()):
             return self.run(input, weight, None if bias is None else keep_on_first(bias, self.tp))
         y = self.multiply_partial(input)
         if bias is None:

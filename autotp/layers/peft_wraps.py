@@ -131,9 +131,8 @@ def check_same(group: TPGroup, adapter: str, config: Any) -> None:
     Raises:
         AutoTPError: naming the ranks.
     """
-    text = json.dumps(
-        config.to_dict(), default=lambda value: sorted(value) if isinstance(value, set) else str(value), sort_keys=True
-    )
+    asked = {**config.to_dict(), "base_model_name_or_path": None}  # each rank may have a directory of its own
+    text = json.dumps(asked, default=lambda value: sorted(value) if isinstance(value, set) else str(value), sort_keys=True)
     notes = group.gather_objects((adapter, text))
     others = [rank for rank, note in enumerate(notes) if note != notes[0]]
     if others:

@@ -39,7 +39,7 @@ def iterate_full_tensors(
     Raises:
         GatherError: a rank did not come, stopped early, or has other names.
     """
-    check_usable(model)
+    check_usable(model, owners)
     group = find_group(model)
     sharded = map_sharded(model)
     state, tied = _state_tensors(model), find_tied_names(model)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file
 from torch import nn
 
@@ -228,8 +229,10 @@ def run_goes_around(group, directory, family, options):
     loaded.set_adapter("default")
     plain.set_adapter("default")
     settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    # Two DoRA adapters don't merge in peft 0.20.
+    both = not options.get("modules_to_save") and not (options.get("use_dora") and Version(peft.__version__) < Version("0.21"))
     for each in (loaded, plain):
-        each.base_model.set_adapter(["default", "other"]) if not options.get("modules_to_save") else None
+        each.base_model.set_adapter(["default", "other"]) if both else None
     tokens = [each.eval().generate(inputs["input_ids"], **settings) for each in (loaded, plain)]
     assert torch.equal(*tokens)
     loaded.merge_adapter()
@@ -283,7 +286,7 @@ def run_refuses(group):
         autotp.parallelize(peft.get_peft_model(tiny(), refused[0][0]), group)
     quantised = tiny()
     quantised.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.zeros(96, 64, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(AutoTPError, match=r"layers\.0\.mlp\.up_proj\.weight.*quantise it then"):
+    with pytest.raises(AutoTPError, match=r"layers\.0\.mlp\.up_proj\.weight.*autotp\.quantize"):
         autotp.parallelize(quantised, group)
 
 

@@ -1,0 +1,79 @@
+"""Quantised base weights on two GPUs: outputs, adapters' gradients and tokens beside a model of the values they stand for.
+
+`torchrun --nproc-per-node 2 tests/gpu/quantised.py [nf4 int8 ..]`; DEVICE=cpu runs over gloo. Prints one line a format and fails
+if any failed. bitsandbytes and torchao are needed for their own formats.
+"""
+
+import copy
+import os
+import sys
+import tempfile
+import traceback
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+import autotp
+from tests.layers.test_adapters import add
+from tests.layers.test_quantised import SIZES, make_config, packed_of, stand_for
+from tests.models import batch, tiny
+
+CUDA = os.environ.get("DEVICE", "cuda") == "cuda"
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
+BARS = {"int8": 0.2}  # LLM.int8() rounds inputs, too
+
+
+def relative(got, want):
+    return ((got.float() - want.float()).norm() / want.float().norm()).item()
+
+
+def check(kind, path):
+    """bf16 outputs and gradients within rounding; tokens of a graph-captured loop equal to those of the plain one."""
+    bar = BARS.get(kind, 3e-2)
+    model = autotp.from_pretrained(path, dtype=torch.bfloat16, quantization_config=make_config(kind))
+    plain = stand_for(model, AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(DEVICE))
+    held = sum(module.weight.untyped_storage().nbytes() for module in packed_of(model).values() if kind in ("nf4", "int8"))
+    inputs = {name: value.to(DEVICE) for name, value in batch(plain).items()}
+    with torch.no_grad():
+        error = relative(model(**inputs).logits, plain(**inputs).logits)
+    assert error <= bar, f"logits differ by {error:.1e}"
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    tokens = [each.generate(inputs["input_ids"][:1, :5], **settings) for each in (model, copy.deepcopy(model), plain)]
+    assert torch.equal(tokens[0], tokens[1]), "a copy generates other tokens"
+    same = (tokens[0] == tokens[2]).float().mean().item()
+    model, plain = add(model), add(plain)
+    torch.manual_seed(5)
+    state = {name: torch.randn_like(p) * 0.1 for name, p in plain.named_parameters() if "lora_" in name}
+    for each in (model, plain):
+        each.load_state_dict(state, strict=False)
+        each.train()(**inputs).loss.backward()
+    shards = {f"{n}.{p}": m.shards[p] for n, m in model.named_modules() for p in getattr(m, "shards", {})}
+    own, worst = dict(model.named_parameters()), 0.0
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            want = shards[name].split(parameter.grad, dist.get_rank()) if name in shards else parameter.grad
+            worst = max(worst, relative(own[name].grad, want))
+    assert worst <= 3 * bar, f"a gradient differs by {worst:.1e}"
+    return f"logits {error:.1e}, gradients {worst:.1e}, {same:.0%} of the tokens, {held} bytes of weights"
+
+
+def main():
+    failed, kinds = 0, sys.argv[1:] or ["nf4", "fp4", "int8", "torchao int8", "torchao int4"]
+    with tempfile.TemporaryDirectory() as directory:
+        tiny("llama", **SIZES).save_pretrained(directory)  # each rank its own copy of the same
+        for kind in kinds:
+            try:
+                line = "ok: " + check(kind, directory)
+            except Exception as error:
+                failed += 1
+                line = f"FAILED: {type(error).__name__}: {error}"
+                traceback.print_exc()
+            print(f"CHECK rank {os.environ['RANK']} {kind} {line}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
