@@ -1,6 +1,8 @@
 """The table of scripts/bench_scale.py: what is run again, and its numbers; what is left where communication is cut out."""
 
 import json
+import time
+from types import SimpleNamespace
 
 import bench_scale
 import pytest
@@ -55,6 +57,51 @@ def test_cases_use_the_gpus_that_there_are(gpus, sizes):
     assert sizes <= {(case.tp, case.dp) for case in cases} and max(case.ranks for case in cases) == gpus
     keys = [json.dumps(case.key(work)) for case in cases for work in case.works]
     assert len(keys) == len(set(keys))
+
+
+class Pretended:
+    """A case that takes three looks; one whose second work fails at its first run."""
+
+    log: list = []
+
+    def __init__(self, case, gpus, details, end, results, options):
+        self.case, self.gpus, self.results, self.looks = case, gpus, results, 0
+        self.begun, self.process = "load", SimpleNamespace(returncode=0)
+        Pretended.log.append((case, gpus, details))
+
+    def poll(self):
+        self.looks += 1
+        if self.looks < 3:
+            return False
+        for work in self.case.works:
+            self.begun = work
+            if work == "breaks":
+                self.process.returncode = 1
+                self.results.add(self.case.key(work) | {"error": "exit code 1", "said": []})
+                return True
+            self.results.add(self.case.key(work) | {"ms": 1.0})
+        return True
+
+
+def test_cases_run_side_by_side_and_go_on_behind_what_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_scale, "Running", Pretended)
+    monkeypatch.setattr(bench_scale.time, "sleep", lambda s: None)
+    works = ["prefill", "breaks", "train"]
+    cases = [Case("autotp", "8B", 4, 1, works), Case("autotp", "8B", 2, 1, ["train"]), Case("one GPU", "8B", 1, 1, ["train"])]
+    cases.append(Case("autotp", "8B", 2, 2, ["train"]))
+    results = Results(tmp_path / "lines", ABOUT)
+    Pretended.log.clear()
+    options, end = SimpleNamespace(apart=False, cpu=False), time.monotonic() + 60
+    assert bench_scale.run_all(cases, 4, {"8B": "details"}, results, end, options) == []
+    ran = [(str(case), gpus, case.works) for case, gpus, _ in Pretended.log]
+    assert ran[:3] == [
+        ("autotp, 8B, TP=4 x DP=1", [0, 1, 2, 3], works),
+        ("autotp, 8B, TP=4 x DP=1", [0, 1, 2, 3], ["train"]),
+        ("autotp, 8B, TP=2 x DP=1", [0, 1], ["train"]),
+    ]
+    assert ran[3][1] == [2] and ran[4][1] == [0, 1, 2, 3] and len(ran) == 5
+    assert [line["work"] for line in find_failed(results)] == ["breaks"]
+    assert bench_scale.run_all(cases[:1], 4, {"8B": ""}, results, time.monotonic() - 1, options) == cases[:1]
 
 
 def refuse(*args, **kwargs):
