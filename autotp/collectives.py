@@ -34,6 +34,14 @@ from .errors import PlanError
 from .shard import Cut, Shard, put_runs, run_width, take_runs
 
 
+def _fresh(out: Tensor) -> Tensor:
+    """What a Function's forward may return to a compiler: no tensor that shares memory with another made in it.
+
+    torch 2.11's passes zeros to the backward of such a Function, in place of its output's gradient.
+    """
+    return out.clone() if torch.compiler.is_compiling() else out
+
+
 class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: TPGroup, dtype: torch.dtype | None) -> Tensor:
@@ -49,7 +57,7 @@ class _CopyToGroup(torch.autograd.Function):
 class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: TPGroup, dtype: torch.dtype | None) -> Tensor:
-        return group.all_reduce(x, dtype=dtype)
+        return _fresh(group.all_reduce(x, dtype=dtype))
 
     @staticmethod
     @once_differentiable
@@ -73,7 +81,7 @@ class _GatherFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: TPGroup, shard: Shard) -> Tensor:
         ctx.group, ctx.shard = group, shard
-        return group.all_gather(x, shard)
+        return _fresh(group.all_gather(x, shard))
 
     @staticmethod
     @once_differentiable
@@ -96,7 +104,7 @@ class _GatherColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: TPGroup, cut: Cut, size: int) -> Tensor:
         ctx.runs = cut.runs[group.tp_rank]
-        return _join_columns(x, group, cut, size)
+        return _fresh(_join_columns(x, group, cut, size))
 
     @staticmethod
     @once_differentiable
@@ -188,7 +196,7 @@ class _GatherRowsFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: TPGroup, dtype: torch.dtype | None) -> Tensor:
         ctx.group, ctx.dtype = group, dtype
-        return group.gather_rows(x)
+        return _fresh(group.gather_rows(x))
 
     @staticmethod
     @once_differentiable
@@ -200,7 +208,7 @@ class _ScatterRowsToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: TPGroup, dtype: torch.dtype | None) -> Tensor:
         ctx.group = group
-        return group.reduce_scatter_rows(x, dtype)
+        return _fresh(group.reduce_scatter_rows(x, dtype))
 
     @staticmethod
     @once_differentiable
@@ -224,7 +232,7 @@ class _CollectRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: TPGroup, rows: int, gathered: Tensor | None) -> Tensor:
         ctx.group, ctx.rows, ctx.shape = group, rows, x.shape
-        return _first_rows(group.gather_rows(x), rows) if gathered is None else gathered
+        return _fresh(_first_rows(group.gather_rows(x), rows)) if gathered is None else gathered
 
     @staticmethod
     @once_differentiable

@@ -1,4 +1,4 @@
-"""Memory that the GPUs of one host write to directly, for sums of a few KiB: allocated, checked and addressed here.
+"""Memory that the GPUs of one host write to directly, for sums without NCCL: allocated, checked and addressed here.
 
 NVLink multicast stays off: a program that leaves it in disorder can put the host's GPUs out of service for everybody.
 """
@@ -17,10 +17,12 @@ from .errors import AutoTPError
 from .kernels.dispatch import Problem, select
 
 log = logging.getLogger(__name__)
-ROWS = 64  # of one call
+ROWS = 64  # of one call whose words carry its number: an inbox holds them, a board more
 WORDS = (2048, 8192)  # of 4 bytes in a row, in the inboxes that may be made
 ARENA_BYTES = 1 << 20  # of PyTorch's own one-shot and two-shot sums
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BOARD_BYTES = 1 << 26  # of one sum of more rows: a prompt of 4096 tokens, 8192 wide
+PROGRAMS = 2  # a multiprocessor
 KINDS = ("push", "one_shot", "two_shot")
 LOOKS_A_SECOND = 2_500_000  # about what a program that waits for words manages
 
@@ -37,6 +39,7 @@ class PeerMemory:
     def __init__(self, tp: Any) -> None:
         self.tp = tp
         self._inboxes: dict[int, Any] = {}
+        self._board: Any = None
         self._memory: list[Tensor] = []  # which the inboxes only know the addresses of
         self._arena: Tensor | None = None
         self._refused = ""
@@ -80,13 +83,15 @@ class PeerMemory:
 
         None, and nothing done, where the rows are too many or too wide, or no memory was made for them before a capture.
         """
-        inbox = self.find_inbox(x)
-        if inbox is None:
+        place = self.find_place(x)
+        if place is None:
             return None
         # Words are read, so odd addresses won't do; they may differ from rank to rank, so they decide nothing else.
         x, rest = _place_evenly(x), {name: _place_evenly(value) for name, value in rest.items()}
         width = x.shape[-1]
-        return select(Problem("reduce_rows", x.device.type, x.dtype, rows=x.numel() // width, width=width))(x, inbox, **rest)
+        rows = x.numel() // width
+        kind = "reduce_rows" if rows <= ROWS else "sum_rows"
+        return select(Problem(kind, x.device.type, x.dtype, rows=rows, width=width))(x, place, **rest)
 
     def best_columns(self, logits: Tensor, start: int, halt: Tensor) -> tuple[Tensor, Tensor] | None:
         """Tokens int64 `[R]` of the largest of all ranks' `logits` `[R, V_r]`, and the sum of their halts; None if it can't be.
@@ -100,10 +105,14 @@ class PeerMemory:
             return None
         return select(Problem("best_columns", logits.device.type, logits.dtype, "", rows, columns))(logits, inbox, start, halt)
 
-    def find_inbox(self, x: Tensor) -> Any:
-        """The `triton_peers.Inbox` that holds rows like those of `x`, made if it is not there yet; None without one."""
+    def find_place(self, x: Tensor) -> Any:
+        """The `triton_peers.Inbox`, or for many rows the `triton_sums.Board`, that holds rows like those of `x`, or None.
+
+        It is made if it is not there yet and no graph is being captured.
+        """
         row_bytes = x.shape[-1] * x.element_size() if x.ndim and x.dtype in DTYPES else 0
-        return self._find_inbox(x.nbytes // row_bytes, row_bytes) if row_bytes else None
+        rows = x.nbytes // row_bytes if row_bytes else 0
+        return self._find_inbox(rows, row_bytes) if rows <= ROWS else self._find_board(rows, row_bytes)
 
     def _find_inbox(self, rows: int, row_bytes: int) -> Any:
         words = next((words for words in WORDS if 0 < row_bytes <= 4 * words), 0)
@@ -113,6 +122,16 @@ class PeerMemory:
         if words not in self._inboxes and self._can_make():
             self._inboxes[words] = self._try(self._make_inbox, words)
         return self._inboxes.get(words)
+
+    def _find_board(self, rows: int, row_bytes: int) -> Any:
+        from .kernels.triton_sums import holds
+
+        if row_bytes % 4 or row_bytes > 4 * WORDS[-1] or rows * row_bytes > BOARD_BYTES or not holds(rows, self.tp.tp_size):
+            return None
+        self.check()
+        if self._board is None and self._can_make():
+            self._board = self._try(self._make_board, BOARD_BYTES)
+        return self._board
 
     def _can_make(self) -> bool:
         """Whether memory may be allocated now; what the ranks could not make once they don't try again."""
@@ -132,14 +151,25 @@ class PeerMemory:
     def _make_inbox(self, words: int) -> Any:
         from .kernels.triton_peers import Inbox
 
-        parts = self._make_memory(2 * self.tp.tp_size * ROWS * words * 8)
+        addresses, counters, patience = self._address(self._make_memory(2 * self.tp.tp_size * ROWS * words * 8), ROWS)
+        return Inbox(addresses, counters, words, self.tp.tp_rank, self.tp.tp_size, patience)
+
+    def _make_board(self, n_bytes: int) -> Any:
+        from .kernels.triton_launch import count_processors
+        from .kernels.triton_sums import Board, measure_board
+
+        size, part_words = measure_board(n_bytes, 4 * WORDS[-1], self.tp.tp_size)
+        addresses, counters, patience = self._address(self._make_memory(size), PROGRAMS * count_processors(self.tp.device))
+        return Board(addresses, counters, part_words, self.tp.tp_rank, self.tp.tp_size, patience)
+
+    def _address(self, parts: list[Tensor], counted: int) -> tuple[Tensor, Tensor, int]:
+        """Where every rank's memory begins and a loss is told to the host, `counted` counters and one more, and the patience."""
         if self._lost is None:
             self._lost = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # a GPU reaches it by the host's address
         places = [each.data_ptr() for each in (*parts, self._lost)]
         addresses = torch.tensor(places, dtype=torch.int64, device=self.tp.device)
-        counters = torch.zeros(ROWS + 1, dtype=torch.int32, device=self.tp.device)
-        patience = min(2**31 - 1, int(self.tp.timeout_s * LOOKS_A_SECOND))
-        return Inbox(addresses, counters, words, self.tp.tp_rank, self.tp.tp_size, patience)
+        counters = torch.zeros(counted + 1, dtype=torch.int32, device=self.tp.device)
+        return addresses, counters, min(2**31 - 1, int(self.tp.timeout_s * LOOKS_A_SECOND))
 
     def _make_memory(self, n_bytes: int) -> list[Tensor]:
         """Zeros of every rank, as this one sees them, the same ones for all; a failure on one rank is one on all."""

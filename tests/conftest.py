@@ -5,6 +5,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # not a pool of processes for the few kernels of each rank
 os.environ["AUTOTP_CACHE"] = "off"  # every test discovers its own plans, in the ranks too, and none writes to the user's home
 
 # For the small models and measures of the coverage table; last, so that no name there hides a package.
@@ -12,13 +13,27 @@ sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
 # Triton reads it when it is imported, which transformers does: without a GPU its kernels run in its interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
-from tests.ranks import RankPool
+from tests.ranks import PRELOAD, RankPool
 
 torch.set_num_threads(1)
+
+# Workers take whole files: those that take longest begin first, so that none is left to one worker at the end.
+LONGEST = """
+    test_smollm2 test_cli_train inject/test_compile test_docs inject/test_sample test_examples inject/test_families
+    train/test_trainer layers/test_adapters inject/test_architectures inject/test_dropout layers/test_norm_linear
+    test_cli test_cli_errors train/test_resume
+"""
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    place = {here / f"{name}.py": number for number, name in enumerate(LONGEST.split())}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +57,11 @@ def eight_ranks():
     pool = RankPool(8)
     yield pool
     pool.stop()
+
+
+@pytest.fixture
+def forked_launch(monkeypatch):
+    """`launch_ranks` forks its ranks from a process that has imported the libraries, which takes each rank seconds otherwise."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    monkeypatch.setattr("autotp.train.launch.START", "forkserver")

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 
 POOL = 4
 # What every rank would import, imported once in the process that ranks are forked from.
-PRELOAD = ["autotp", "transformers.models.llama.modeling_llama"]
+PRELOAD = ["autotp", "transformers.models.llama.modeling_llama", "transformers.trainer"]
 _grids: dict[int, Any] = {}  # in a rank: meshes of 2 x that many ranks, made at its start
 
 

@@ -191,14 +191,11 @@ def test_verify_passes_on_text(checkpoint, launched, capsys):
     assert "99.6% of the parameters split" in out and "grad_norm" in out and "gradient of model." in out
 
 
-def test_verify_prints_one_json_object(tmp_path):
-    """Without a tokenizer, in a process of its own: nothing else may reach stdout."""
+def test_verify_prints_one_json_object(tmp_path, forked_launch, capfd):
+    """Without a tokenizer, in ranks of its own: nothing else may reach stdout."""
     config = GPT2Config(vocab_size=301, n_embd=32, n_layer=1, n_head=4, bos_token_id=1, eos_token_id=2)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "autotp.cli", "verify", str(tmp_path), "--tp", "2", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    said = json.loads(run_cli("verify", tmp_path, "--tp", 2, "--json", capsys=capfd).out)
     assert said["passed"] and said["proof"] == "proved" and said["inputs"] == "random input_ids" and said["tp_size"] == 2
     assert 0 < said["split_share"] < 1 and abs(said["loss"] - said["reference_loss"]) < 1e-4
     assert said["errors"]["transformer.h.0.attn.c_attn.weight"] < said["tolerances"]["gradient"]

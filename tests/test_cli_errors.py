@@ -26,6 +26,7 @@ from autotp.train.options import TrainOptions
 from autotp.train.paths import nearest_path
 from tests.command import finish, run_cli, save_checkpoint, start, train_args
 
+pytestmark = pytest.mark.usefixtures("forked_launch")
 EVENT = dict(step=7, steps=9, loss=2.0, lr=1e-5, tokens_per_s=10.0, mfu=None, memory_gib=1.0)
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.25 GiB is free. "

@@ -4,24 +4,73 @@ import pytest
 import torch
 
 from autotp.collectives import (
+    collect_rows,
     copy_columns_to_group,
     copy_to_group,
+    deal_rows,
+    gather_columns_from_group,
     gather_from_group,
     gather_rows_from_group,
     keep_on_first,
     reduce_from_group,
     reduce_owned_from_group,
     scatter_rows_to_group,
+    split_columns_to_group,
     split_to_group,
     sum_copies,
 )
 from autotp.comm import resolve_group
 from autotp.errors import PlanError
-from autotp.shard import Shard
+from autotp.shard import Cut, Shard
 
 
 def made(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -- compiled, against the same calls by themselves -----------------------------------------------------------------------
+
+
+def check_compiled(group):
+    """Functions whose output is made in place, or is a view of what was, lost its gradient under some compilers."""
+    tp = resolve_group(group)
+    size, rank = tp.tp_size, tp.tp_rank
+    columns, rows = Shard.even((4, 5), 1, size), Shard.even((5, 4), 0, size)
+    copied, cut = Shard((4, 3), size, (Cut(1, (((0, 2, 1, 1),), ((1, 2, 1, 1),))),)), columns.cuts[0]
+    calls = {
+        "copy": (lambda x: copy_to_group(x, tp), (4, 5)),
+        "copy columns": (lambda x: copy_columns_to_group(x, tp, ((1, 3),)), (4, 5)),
+        "reduce": (lambda x: reduce_from_group(x, tp), (4, 5)),
+        "reduce in float64": (lambda x: reduce_from_group(x, tp, torch.float64), (4, 5)),
+        "reduce owned": (lambda x: reduce_owned_from_group(x * 2, tp), (4, 5)),
+        "gather columns": (lambda x: gather_from_group(x, tp, columns), columns.local_shape(rank)),
+        "gather rows of a shard": (lambda x: gather_from_group(x, tp, rows), rows.local_shape(rank)),
+        "split": (lambda x: split_to_group(x, tp, columns), (4, 5)),
+        "split columns": (lambda x: split_columns_to_group(x, tp, cut), (4, 5)),
+        "join columns": (lambda x: gather_columns_from_group(x, tp, cut, 5), columns.local_shape(rank)),
+        "keep": (lambda x: keep_on_first(x, tp), (4, 5)),
+        "sum copies": (lambda x: sum_copies(x, tp, copied), copied.local_shape(rank)),
+        "gather rows": (lambda x: gather_rows_from_group(x, tp), (4, 5)),
+        "scatter rows": (lambda x: scatter_rows_to_group(x, tp), (4 * size, 5)),
+        "deal": (lambda x: deal_rows(x, tp), (5, 3)),
+        "collect": (lambda x: collect_rows(deal_rows(x, tp), tp, 5), (5, 3)),
+    }
+    wrong = []
+    for name, (call, shape) in calls.items():
+        found = []
+        for run in (call, torch.compile(call, backend="eager")):
+            x = made(7 + rank, *shape).requires_grad_()
+            y = run(x * 3)
+            (y * made(9 + rank, *y.shape)).sum().backward()
+            found.append((y, x.grad))
+        if not all(torch.equal(*pair) for pair in zip(*found, strict=True)):
+            wrong.append(name)
+        torch._dynamo.reset()
+    assert not wrong, wrong
+
+
+def test_compiled_collectives_keep_their_gradients(ranks):
+    ranks.run(check_compiled)
 
 
 # -- gradients, against autograd in one process -------------------------------------------------------------------------

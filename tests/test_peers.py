@@ -48,7 +48,7 @@ def test_what_does_not_fit_is_left_alone(peers):
         torch.tensor(1.0),
         torch.randn(1, 8193),
     ):
-        assert peers.find_inbox(x) is None and peers.sum_small(x) is None and peers.sum_small(x, "one_shot") is None
+        assert peers.find_place(x) is None and peers.sum_small(x) is None and peers.sum_small(x, "one_shot") is None
     assert torch.equal(peers.sum_small(torch.ones(5)), torch.ones(5))
 
 

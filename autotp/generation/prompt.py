@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 
+from ..kernels.decode import decoding
 from .arena import ArenaCache
 from .buckets import GRAPH_TOKENS, round_prompt, split_prompt
 from .choose import Head
@@ -68,7 +71,7 @@ class PromptStep:
     | logits | `[R, V]` | after its end, or this rank's columns of them |
     """
 
-    context, said = nullcontext, "prompts"
+    context, said = staticmethod(decoding), "prompts"
 
     def __init__(self, form: Form, tokens: int, cache: ArenaCache, cache_name: str, head: Head) -> None:
         self.form, self.tokens, self.cache, self.cache_name, self.head = form, tokens, cache, cache_name, head
@@ -93,12 +96,26 @@ class PromptStep:
         if self.positions is not None:
             inputs["position_ids"] = self.positions
         made = model.prepare_inputs_for_generation(self.ids, is_first_iteration=True, **inputs)
-        with self.head.sharded(True):
+        with self.head.sharded(True), skipping_masks():
             logits = model(**made, return_dict=True).logits[:, -1]
         if self.logits is None:
             self.logits = logits.clone()
         else:
             self.logits.copy_(logits)
+
+
+@contextmanager
+def skipping_masks() -> Iterator[None]:
+    """Within it transformers leaves causal masks to the attention's kernel in captures as it does elsewhere.
+
+    Where it traces it makes every mask, since it must not look at what a padding mask holds; here there is none to look at.
+    """
+    own = masking_utils.is_tracing
+    masking_utils.is_tracing = lambda tensor=None: tensor is not None and own(tensor)
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = own
 
 
 def fit_graph(form: Form, ids: Tensor, config: Any, inputs: dict[str, Any]) -> int | None:

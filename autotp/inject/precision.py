@@ -15,6 +15,7 @@ from ..errors import PlanError
 from ..kernels.fp8 import Recipe
 from ..kernels.fp8_scaled import why_not_fp8
 from ..layers.fp8 import ScaledLinear, Scaling, store_weight
+from ..layers.handover import Handover, add_source, remove_source
 from ..layers.linear import ParallelLinear
 from . import plan as styles
 from .plan import ModulePlan, Plan, ProductPlan
@@ -29,6 +30,8 @@ RECIPES: dict[str, Recipe | None] = {
     "fp8-weights": Recipe("rowwise", weights_only=True),
     OWN: None,
 }
+SOURCES = ("rms", "rms1p", "layernorm", "gated_mlp")  # what is fused and begins to quantise for its reader
+STACKED = "stacked experts, whose grouped products have no FP8"
 EDGE = "first and last layers, outside the repeated ones, stay as they are"
 
 
@@ -66,15 +69,32 @@ def choose_products(model: nn.Module, plan: Plan, precision: Any) -> Plan:
         check_products(model, plan)
         return plan
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
-    asked = _ask(model, linears, precision if isinstance(precision, Mapping) else {"*": precision})
+    precision = precision if isinstance(precision, Mapping) else {"*": precision}
+    asked = _ask(model, linears, precision)
     found = {name: _choose(model, plan, name, module, *asked[name]) for name, module in linears.items() if name in asked}
-    return replace(plan, products=tuple(_agree(plan, linears, found).values()))
+    found = _agree(plan, linears, found)
+    if read_recipe(precision.get("*")) is not None:
+        found |= {name: ProductPlan(name, None, STACKED) for name in _find_stacked(model, plan)}
+    return replace(plan, products=tuple(found.values()))
+
+
+def _find_stacked(model: nn.Module, plan: Plan) -> list[str]:
+    """Modules that hold the weights of several linears in one Parameter: experts."""
+    experts = {fusion.name for fusion in plan.fused if fusion.kind == "experts"}
+    for name, module in model.named_modules():
+        entry = plan.by_name.get(name)
+        stacked = () if entry is None else (key for key, shard in entry.shards.items() if len(shard.shape) == 3)
+        if any(True for _ in stacked) and not isinstance(module, nn.modules.conv._ConvNd):
+            experts.add(name)
+    return [name for name, _ in model.named_modules() if name in experts]
 
 
 def check_products(model: nn.Module, plan: Plan) -> None:
     """Refuse a plan whose products are not those of `model`."""
-    modules = dict(model.named_modules())
+    modules, stacked = dict(model.named_modules()), set(_find_stacked(model, plan)) if plan.products else set()
     for product in plan.products:
+        if product.name in stacked and product.recipe is None:
+            continue
         if not isinstance(modules.get(product.name), nn.Linear | Conv1D):
             raise PlanError(f"the plan has an FP8 product of {product.name}, which is no linear of {type(model).__name__}")
 
@@ -193,7 +213,12 @@ def store_weights(model: nn.Module, plan: Plan) -> Callable[[str], None]:
 
 
 def install_products(model: nn.Module, plan: Plan, group: TPGroup) -> None:
-    """Give every linear of which the plan says so its FP8 products; the modules are rewritten already."""
+    """Give every linear of which the plan says so its FP8 products; the modules are rewritten, and fused, already."""
+    handover = Handover()
+    if any(product.recipe is not None for product in plan.products):
+        for fusion in plan.fused:
+            if fusion.kind in SOURCES:
+                add_source(model.get_submodule(fusion.name), handover)
     for product in plan.products:
         if product.recipe is None:
             continue
@@ -203,14 +228,14 @@ def install_products(model: nn.Module, plan: Plan, group: TPGroup) -> None:
             store_weight(module, module.weight)
         if not isinstance(module, ParallelLinear):
             module.__class__ = ScaledLinear
-            module.scaling = Scaling(product.recipe, product.name)
+            module.scaling = Scaling(product.recipe, product.name, handover=handover)
             continue
         cut = _find_cut(module, entry)
-        module.scaling = Scaling(product.recipe, product.name, group, cut, module.out_dim == 1)
+        module.scaling = Scaling(product.recipe, product.name, group, cut, module.out_dim == 1, handover)
         siblings: Any = module.siblings
         place: Any = module.place if siblings is not None else -1
         if siblings is not None and siblings.members > 1 and siblings.scaling is None and place >= 0:
-            siblings.scaling = Scaling(product.recipe, product.name, group, cut)
+            siblings.scaling = Scaling(product.recipe, product.name, group, cut, handover=handover)
 
 
 def _find_cut(module: Any, entry: ModulePlan | None) -> int | None:
@@ -221,6 +246,7 @@ def _find_cut(module: Any, entry: ModulePlan | None) -> int | None:
 def remove_products(model: nn.Module) -> None:
     """Make whole linears plain again; split ones were, with their shards."""
     for module in model.modules():
+        remove_source(module)
         if type(module) is ScaledLinear:
             module.__class__ = nn.Linear  # type: ignore[assignment]
             module.__dict__.pop("scaling", None)

@@ -149,6 +149,7 @@ BACKENDS: dict[str, list[Backend]] = {
         Backend("reference", reference.linear),
     ],
     "reduce_rows": [_triton("triton_peers:reduce_rows")],
+    "sum_rows": [_triton("triton_sums:sum_rows")],
     "best_columns": [_triton("triton_choose:best_columns")],
     "look_up": [_triton("triton_lookup:look_up"), Backend("reference", reference_decode.look_up)],
     **{
@@ -168,6 +169,11 @@ BACKENDS: dict[str, list[Backend]] = {
         Backend("torch", fp8_scaled.multiply_scaled, fp8_scaled.why_not_scaled),
         Backend("reference", "reference_fp8:multiply"),
     ],
+    "norm_begun": [
+        _triton("triton_begun:norm_begun", _why_not_triton_norm, _rather_not_triton_norm),
+        Backend("reference", "reference_fp8:norm_begun"),
+    ],
+    "gated_begun": [_triton("triton_begun:gated_begun"), Backend("reference", "reference_fp8:gated_begun")],
     "linear_transposed": [Backend("reference", reference.linear_transposed)],
     "norm_forward": [
         _triton("triton_norm:norm_forward", _why_not_triton_norm, _rather_not_triton_norm),

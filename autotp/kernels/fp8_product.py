@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .autocast import autocast_dtype, disable_autocast
+from .begun import Begun
 from .fp8 import Recipe, multiply, quantise, turn
 from .fp8_scaled import Operands, Quantised, Share
 from .gradients import bias_gradients
@@ -41,6 +42,8 @@ class Scaled(NamedTuple):
         note_backward: is told when a backward begins.
         gather_rows: gives the values `[M, N]` of all ranks' rows, of which the output gradient has one rank's: of a tensorwise
             recipe, whose one scale is all ranks'; `sum_output` has scattered the output then.
+        begun: what is known of the input already.
+        keeps: whether a backward may follow.
     """
 
     recipe: Recipe
@@ -50,6 +53,8 @@ class Scaled(NamedTuple):
     bad: Tensor | None = None
     note_backward: Callable[[], None] | None = None
     gather_rows: Callable[[Tensor], Tensor] | None = None
+    begun: Begun | None = None
+    keeps: bool = True
 
     def count(self, place: int) -> Tensor | None:
         """Where what is not finite is counted."""
@@ -60,6 +65,7 @@ def multiply_fp8(
     spec: ProductSpec, scaled: Scaled, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     """`x @ w.T + b` for each weight: x `[..., K]`, results `[..., Ni]` in the autocast dtype, if one is set, or x's."""
+    scaled = scaled._replace(keeps=torch.is_grad_enabled())
     if not torch._C._is_any_autocast_enabled():
         return _ScaledProduct.apply(spec, scaled, x.dtype, x, *weights, *biases)
     dtype = autocast_dtype(x) or x.dtype
@@ -73,12 +79,11 @@ class _ScaledProduct(torch.autograd.Function):
         count = len(params) // 2
         weights, biases = params[:count], params[count:]
         ctx.set_materialize_grads(False)
-        ctx.spec, ctx.scaled, ctx.weights, ctx.biases = spec, scaled, weights, biases
-        ctx.shape, ctx.dtype, recipe = x.shape, x.dtype, scaled.recipe
-        wants_dx, wants_dw = ctx.needs_input_grad[3], True in ctx.needs_input_grad[4 : 4 + count]
-        cut = 1 if scaled.cut == 1 else None
-        flat, own = x.reshape(-1, x.shape[-1]), scaled.count(0)
-        rows, turned = quantise(flat, recipe.scaling, columns=wants_dw, cut=cut, share=scaled.share, bad=own)
+        ctx.spec, ctx.scaled, ctx.weights, ctx.biases = spec, scaled._replace(begun=None), weights, biases
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        wants_dx = scaled.keeps and ctx.needs_input_grad[3]
+        wants_dw = scaled.keeps and True in ctx.needs_input_grad[4 : 4 + count]
+        rows, turned = _quantise_input(scaled, x.reshape(-1, x.shape[-1]), wants_dw)
         w, w_turned = scaled.read_weights(wants_dx)
         assert rows is not None and w is not None
         ctx.scalings = None if turned is None else turned.scaling, None if w_turned is None else w_turned.scaling
@@ -125,6 +130,11 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, 
         dw = _weight_gradients(ctx, columns, turned, fast)
     parts = dict(enumerate(dy.split(_sizes(ctx), 1)))
     return None, None, None, dx, *dw, *bias_gradients(ctx, parts, dy)
+
+
+def _quantise_input(scaled: Scaled, x: Tensor, wants_columns: bool) -> Operands:
+    how: Any = dict(cut=1 if scaled.cut == 1 else None, share=scaled.share, bad=scaled.count(0))
+    return quantise(x, scaled.recipe.scaling, columns=wants_columns, begun=scaled.begun, **how)
 
 
 def _quantise_gradient(scaled: Scaled, dy: Tensor, wants_rows: bool, wants_columns: bool) -> Operands:

@@ -16,7 +16,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from .fp8_scaled import BLOCK, LEAST_AMAX, LIMITS, Operands, Quantised, Share, padded
+from .fp8_scaled import BLOCK, LEAST_AMAX, LIMITS, Bits, Operands, Quantised, Share, padded
 from .triton_launch import on_own_device
 
 TILES = {"tensorwise": (128, 64), "rowwise": (128, 64), "blockwise": (BLOCK, BLOCK), "squares": (BLOCK, BLOCK)}
@@ -66,6 +66,39 @@ def _count(bad, bits):
             tl.atomic_add(bad, found)
 
 
+@triton.jit
+def _keep_largest(bits, whole, of_rows, of_cols, rows, cols, M, N):
+    """Note the largest of a tile's `bits`: in all of it, in each row, in each column, each None or zeros before."""
+    if whole is not None:
+        tl.atomic_max(whole, tl.max(tl.max(bits, 1), 0))
+    if of_rows is not None:
+        tl.atomic_max(of_rows + rows, tl.max(bits, 1), mask=rows < M)
+    if of_cols is not None:
+        tl.atomic_max(of_cols + cols, tl.max(bits, 0), mask=cols < N)
+
+
+@triton.jit
+def _store_rows(v, bits, first, values, scale, places, inside, scale_inside, bad, LIMIT: tl.constexpr, ROUND: tl.constexpr):
+    """A tile's values `[ROWS, COLS]` by the largest sizes of its rows, and their scales where the tile is the `first`."""
+    amax = _limit_to(bits)
+    if first:
+        tl.store(scale, tl.div_rn(amax, LIMIT), mask=scale_inside)
+        _count(bad, bits)
+    factor = tl.div_rn(tl.full(amax.shape, LIMIT, tl.float32), amax)[:, None]
+    tl.store(values + places, _round(v, factor, LIMIT, values.dtype.element_ty, ROUND), mask=inside)
+
+
+@triton.jit
+def _store_turned(v, bits, first, turned, scale, places, inside, scale_inside, bad, LIMIT: tl.constexpr, ROUND: tl.constexpr):
+    """The same `[COLS, ROWS]`, by the largest sizes of its columns."""
+    amax = _limit_to(bits)
+    if first:
+        tl.store(scale, tl.div_rn(amax, LIMIT), mask=scale_inside)
+        _count(bad, bits)
+    factor = tl.div_rn(tl.full(amax.shape, LIMIT, tl.float32), amax)[None, :]
+    tl.store(turned + places, tl.trans(_round(v, factor, LIMIT, turned.dtype.element_ty, ROUND)), mask=inside)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _find_amax(
     x, whole, of_rows, of_cols, M, N, row_step, col_step, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -74,13 +107,7 @@ def _find_amax(
     blocks = tl.cdiv(N, COLS)
     rows = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
-    bits = _size_bits(_load(x, rows, cols, M, N, row_step, col_step))
-    if whole is not None:
-        tl.atomic_max(whole, tl.max(tl.max(bits, 1), 0))
-    if of_rows is not None:
-        tl.atomic_max(of_rows + rows, tl.max(bits, 1), mask=rows < M)
-    if of_cols is not None:
-        tl.atomic_max(of_cols + cols, tl.max(bits, 0), mask=cols < N)
+    _keep_largest(_size_bits(_load(x, rows, cols, M, N, row_step, col_step)), whole, of_rows, of_cols, rows, cols, M, N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -126,12 +153,8 @@ def _cast(
             else:
                 bits = tl.max(_size_bits(v), 1)
                 first, step = col_block >= 0, scale_step
-            amax = _limit_to(bits)
-            if first:
-                tl.store(scale + col_block * step + rows, tl.div_rn(amax, LIMIT), mask=rows < M)
-                _count(bad, bits)
-            factor = tl.div_rn(tl.full(amax.shape, LIMIT, tl.float32), amax)[:, None]
-            tl.store(values + places, _round(v, factor, LIMIT, values.dtype.element_ty, ROUND), mask=inside)
+            place = scale + col_block * step + rows
+            _store_rows(v, bits, first, values, place, places, inside, rows < M, bad, LIMIT, ROUND)
         if turned is not None:
             if SCALING == "rowwise":
                 bits = tl.load(col_amax + cols, mask=cols < N, other=0)
@@ -139,13 +162,8 @@ def _cast(
             else:
                 bits = tl.max(_size_bits(v), 0)
                 first, step = row_block >= 0, turned_step
-            amax = _limit_to(bits)
-            if first:
-                tl.store(turned_scale + row_block * step + cols, tl.div_rn(amax, LIMIT), mask=cols < N)
-                _count(bad, bits)
-            factor = tl.div_rn(tl.full(amax.shape, LIMIT, tl.float32), amax)[None, :]
-            q = _round(v, factor, LIMIT, turned.dtype.element_ty, ROUND)
-            tl.store(turned + turned_places, tl.trans(q), mask=turned_inside)
+            place = turned_scale + row_block * step + cols
+            _store_turned(v, bits, first, turned, place, turned_places, turned_inside, cols < N, bad, LIMIT, ROUND)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -180,10 +198,11 @@ def quantise(
     cut: int | None,
     share: Share | None,
     bad: Tensor | None,
+    known: Bits = (None, None),
 ) -> Operands:
-    """reference_fp8.quantise in one kernel for blocks, two otherwise."""
+    """reference_fp8.quantise in one kernel for blocks or where the largest sizes are known, two otherwise."""
     m, n = x.shape
-    amax = _amax(x, scaling, rows, columns, cut, share)
+    amax = _share_amax(_find_missing(x, scaling, rows, columns, known), scaling, cut, share)
     p, (height, width) = padded(m, scaling), TILES[scaling]
     empty: Any = dict(device=x.device)
     values = torch.empty(m, n, dtype=dtype, **empty) if rows else None
@@ -201,24 +220,37 @@ def quantise(
     return found, None if turned is None else Quantised(turned, turned_scale, scaling)
 
 
-def _amax(
-    x: Tensor, scaling: str, rows: bool, columns: bool, cut: int | None, share: Share | None
-) -> tuple[Tensor | None, Tensor | None]:
+def _find_missing(x: Tensor, scaling: str, rows: bool, columns: bool, known: Bits) -> Bits:
     """The bits that the cast reads: of all of `x`, or of its rows and of its columns; nothing for blocks."""
     if scaling not in ("tensorwise", "rowwise"):
         return None, None
     (m, n), (height, width) = x.shape, TILES[scaling]
     grid, steps = (triton.cdiv(m, height) * triton.cdiv(n, width),), x.stride()
+    tile: Any = dict(ROWS=height, COLS=width, num_warps=WARPS)
     if scaling == "tensorwise":
-        whole = torch.zeros((), dtype=torch.int32, device=x.device)
-        _find_amax[grid](x, whole, None, None, m, n, *steps, ROWS=height, COLS=width, num_warps=WARPS)
-        return whole if cut is None or share is None else share(whole), None
-    found = torch.zeros(m + n, dtype=torch.int32, device=x.device)
-    of_rows, of_cols = found[:m] if rows else None, found[m:] if columns else None
-    _find_amax[grid](x, None, of_rows, of_cols, m, n, *steps, ROWS=height, COLS=width, num_warps=WARPS)
-    if share is not None and cut == 1 and of_rows is not None:
+        whole = known[0]
+        if whole is None:
+            whole = torch.zeros((), dtype=torch.int32, device=x.device)
+            _find_amax[grid](x, whole, None, None, m, n, *steps, **tile)
+        return whole, None
+    of_rows, of_cols = known[0] if rows else None, known[1] if columns else None
+    missing = m if rows and of_rows is None else 0, n if columns and of_cols is None else 0
+    if any(missing):
+        found = torch.zeros(sum(missing), dtype=torch.int32, device=x.device).split(missing)
+        first, second = (part if size else None for part, size in zip(found, missing, strict=True))
+        _find_amax[grid](x, None, first, second, m, n, *steps, **tile)
+        of_rows, of_cols = of_rows if first is None else first, of_cols if second is None else second
+    return of_rows, of_cols
+
+
+def _share_amax(bits: Bits, scaling: str, cut: int | None, share: Share | None) -> Bits:
+    """The same, the largest over the ranks where it spans their parts."""
+    if share is None or cut is None:
+        return bits
+    of_rows, of_cols = bits
+    if of_rows is not None and (cut == 1 or scaling == "tensorwise"):
         of_rows = share(of_rows)
-    if share is not None and cut == 0 and of_cols is not None:
+    if of_cols is not None and cut == 0:
         of_cols = share(of_cols)
     return of_rows, of_cols
 

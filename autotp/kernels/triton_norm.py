@@ -30,23 +30,21 @@ def _load_scale(weight, cols, inside, KIND: tl.constexpr):
     return scale[None, :]
 
 
-@triton.jit(do_not_specialize=["M"])
-def _norm_forward(
-    x, residual, weight, bias, y, total, rstd, mean, M, N, inner, outer_step, inner_step, residual_step, eps,
-    KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _normalise(
+    x, residual, weight, bias, total, rstd, mean, rows, cols, M, N, inner, outer_step, inner_step, residual_step, eps,
+    KIND: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, BLOCK)
+    """float32 `[rows, cols]` of y; total and the statistics are written."""
     inside = cols < N
     mask = (rows < M)[:, None] & inside[None, :]
     wide_rows = rows.to(tl.int64)
-    own = wide_rows[:, None] * N + cols[None, :]
     offset = _locate(rows, inner, outer_step, inner_step)[:, None] + cols[None, :]
     values = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         values += tl.load(residual + wide_rows[:, None] * residual_step + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         rounded = values.to(total.dtype.element_ty)
-        tl.store(total + own, rounded, mask=mask)
+        tl.store(total + wide_rows[:, None] * N + cols[None, :], rounded, mask=mask)
         values = rounded.to(tl.float32)
     if KIND == "layernorm":
         centre = tl.sum(values, 1) / N
@@ -59,7 +57,21 @@ def _norm_forward(
         values *= _load_scale(weight, cols, inside, KIND)
     if bias is not None:
         values += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + own, values.to(y.dtype.element_ty), mask=mask)
+    return values
+
+
+@triton.jit(do_not_specialize=["M"])
+def _norm_forward(
+    x, residual, weight, bias, y, total, rstd, mean, M, N, inner, outer_step, inner_step, residual_step, eps,
+    KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    values = _normalise(
+        x, residual, weight, bias, total, rstd, mean, rows, cols, M, N, inner, outer_step, inner_step, residual_step, eps, KIND
+    )
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    tl.store(y + rows.to(tl.int64)[:, None] * N + cols[None, :], values.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -47,7 +47,7 @@ class Inbox(NamedTuple):
 
 
 @triton.jit
-def _first(word, dtype: tl.constexpr):
+def first_of(word, dtype: tl.constexpr):
     """The number in a word, or in its lower half."""
     if dtype == tl.float32:
         return word.to(tl.float32, bitcast=True)
@@ -56,7 +56,7 @@ def _first(word, dtype: tl.constexpr):
 
 
 @triton.jit
-def _second(word, dtype: tl.constexpr):
+def second_of(word, dtype: tl.constexpr):
     """The number in a word's upper half; none in float32."""
     if dtype == tl.float32:
         return tl.zeros(word.shape, tl.float32)
@@ -65,7 +65,7 @@ def _second(word, dtype: tl.constexpr):
 
 
 @triton.jit
-def _word(first, second, dtype: tl.constexpr):
+def join_words(first, second, dtype: tl.constexpr):
     if dtype == tl.float32:
         return first.to(tl.int32, bitcast=True)
     else:
@@ -74,8 +74,32 @@ def _word(first, second, dtype: tl.constexpr):
 
 
 @triton.jit
-def _load_words(source, word, inside):
+def load_words(source, word, inside):
     return tl.load(source.to(tl.pointer_type(tl.int32)) + word, mask=inside, other=0)
+
+
+@triton.jit
+def norm_words(words, scale, moved, inside, N, eps, dtype: tl.constexpr, KIND: tl.constexpr):
+    """The norm of a row of N words, by the words of its weight and of what is added after it, if there are any."""
+    first = tl.where(inside, first_of(words, dtype), 0.0)
+    second = tl.where(inside, second_of(words, dtype), 0.0)
+    count = N if dtype == tl.float32 else 2 * N
+    if KIND == "layernorm":
+        centre = (tl.sum(first, 0) + tl.sum(second, 0)) / count
+        first = tl.where(inside, first - centre, 0.0)
+        second = tl.where(inside, second - centre, 0.0) if dtype != tl.float32 else second
+    square = tl.sum(first * first + second * second, 0) / count
+    rstd = tl.rsqrt(square + eps)
+    first *= rstd
+    second *= rstd
+    if scale is not None:
+        one = 1.0 if KIND == "rms1p" else 0.0
+        first *= first_of(scale, dtype) + one
+        second *= second_of(scale, dtype) + one
+    if moved is not None:
+        first += first_of(moved, dtype)
+        second += second_of(moved, dtype)
+    return join_words(first, second, dtype)
 
 
 @triton.jit
@@ -126,51 +150,35 @@ def _reduce_rows(
     row = tl.program_id(0)
     word = tl.arange(0, BLOCK)
     inside = word < N
+    scale, moved = None, None
     if weight is not None:
-        scale = _load_words(weight, word, inside)
+        scale = load_words(weight, word, inside)
     if shift is not None:
-        moved = _load_words(shift, word, inside)
+        moved = load_words(shift, word, inside)
     if bias is not None:
-        added = _load_words(bias, word, inside)
+        added = load_words(bias, word, inside)
     wait_for_previous(EARLY)
     call = tl.load(counters + row) + 1
-    send_words(addresses, _load_words(x, row * x_step + word, inside), word, inside, call, row, rank, T, ROWS, WORDS)
+    send_words(addresses, load_words(x, row * x_step + word, inside), word, inside, call, row, rank, T, ROWS, WORDS)
     if residual is not None:
-        kept = _load_words(residual, row * residual_step + word, inside)
+        kept = load_words(residual, row * residual_step + word, inside)
     first = tl.zeros((BLOCK,), tl.float32)
     second = tl.zeros((BLOCK,), tl.float32)
     for source in tl.static_range(T):  # in one order on all ranks, so that all get the same bits
         data = wait_for_words(addresses, counters, word, inside, call, row, rank, source, patience, T, ROWS, WORDS)
-        first += _first(data, dtype)
-        second += _second(data, dtype)
+        first += first_of(data, dtype)
+        second += second_of(data, dtype)
     if bias is not None:
-        first += _first(added, dtype)
-        second += _second(added, dtype)
+        first += first_of(added, dtype)
+        second += second_of(added, dtype)
     if residual is not None:
-        first += _first(kept, dtype)
-        second += _second(kept, dtype)
-    out = _word(first, second, dtype)
+        first += first_of(kept, dtype)
+        second += second_of(kept, dtype)
+    out = join_words(first, second, dtype)
     tl.store(total.to(tl.pointer_type(tl.int32)) + row * N + word, out, mask=inside)
     if y is not None:
-        first = tl.where(inside, _first(out, dtype), 0.0)
-        second = tl.where(inside, _second(out, dtype), 0.0)
-        count = N if dtype == tl.float32 else 2 * N
-        if KIND == "layernorm":
-            centre = (tl.sum(first, 0) + tl.sum(second, 0)) / count
-            first = tl.where(inside, first - centre, 0.0)
-            second = tl.where(inside, second - centre, 0.0) if dtype != tl.float32 else second
-        square = tl.sum(first * first + second * second, 0) / count
-        rstd = tl.rsqrt(square + eps)
-        first *= rstd
-        second *= rstd
-        if weight is not None:
-            one = 1.0 if KIND == "rms1p" else 0.0
-            first *= _first(scale, dtype) + one
-            second *= _second(scale, dtype) + one
-        if shift is not None:
-            first += _first(moved, dtype)
-            second += _second(moved, dtype)
-        tl.store(y.to(tl.pointer_type(tl.int32)) + row * N + word, _word(first, second, dtype), mask=inside)
+        normed = norm_words(out, scale, moved, inside, N, eps, dtype, KIND)
+        tl.store(y.to(tl.pointer_type(tl.int32)) + row * N + word, normed, mask=inside)
     tl.debug_barrier()  # all have read the counter
     tl.store(counters + row, call)
 

@@ -12,6 +12,7 @@ none of its own), so it is kept no longer than this:
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,10 +28,12 @@ from ..comm import TPGroup
 from ..errors import AutoTPError
 from ..kernels import few_rows
 from ..kernels.autocast import autocast_dtype
+from ..kernels.begun import Begun, Wish
 from ..kernels.fp8 import Recipe, multiply, quantise
 from ..kernels.fp8_product import Scaled, multiply_fp8
 from ..kernels.fp8_scaled import LIMITS, Operands, Quantised, Share, why_not_fp8
 from ..kernels.product import ProductSpec
+from .handover import Handover
 
 OPERANDS = ("inputs", "weights", "gradients")
 
@@ -76,17 +79,26 @@ class Scaling:
         recipe: scalings and formats; name: of the layer, for messages.
         group: the ranks, and cut: 0 where they have parts of the outputs, 1 of the inputs; None where they have all of it.
         transposed: weights are `[K, N]`.
+        handover: of the model's norms and gates, which may have begun to quantise the input.
     """
 
     def __init__(
-        self, recipe: Recipe, name: str, group: TPGroup | None = None, cut: int | None = None, transposed: bool = False
+        self,
+        recipe: Recipe,
+        name: str,
+        group: TPGroup | None = None,
+        cut: int | None = None,
+        transposed: bool = False,
+        handover: Handover | None = None,
     ) -> None:
         self.recipe, self.name, self.group, self.cut, self.transposed = recipe, name, group, cut, transposed
+        self.handover = handover or Handover()
         self.bad: Tensor | None = None
         self._forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scaling:
-        twin = memo[id(self)] = Scaling(self.recipe, self.name, self.group, self.cut, self.transposed)
+        handover = copy.deepcopy(self.handover, memo)
+        twin = memo[id(self)] = Scaling(self.recipe, self.name, self.group, self.cut, self.transposed, handover)
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -115,10 +127,12 @@ class Scaling:
         if self.bad is None or self.bad.device != x.device:
             if why_not := why_not_fp8(x.device, self.recipe.scaling):
                 raise AutoTPError(f"{self.name}: precision='fp8': {why_not}; leave precision= out there")
-            self.bad = torch.zeros(len(OPERANDS), dtype=torch.int32, device=x.device)
+            with torch.inference_mode(False):  # it is counted on outside of it, too
+                self.bad = torch.zeros(len(OPERANDS), dtype=torch.int32, device=x.device)
         read = partial(self._read, weights, whole, torch.is_grad_enabled())
         note = partial(self._note_backward, weights)
-        scaled = Scaled(self.recipe, read, self.cut, self._share(), self.bad, note, gather_rows)
+        begun = self._find_begun(x, self.bad[0], torch.is_grad_enabled() and any(w.requires_grad for w in weights))
+        scaled = Scaled(self.recipe, read, self.cut, self._share(), self.bad, note, gather_rows, begun)
         return multiply_fp8(spec, scaled, x, weights, biases)
 
     def multiply_scattered(self, spec: ProductSpec, x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -151,7 +165,7 @@ class Scaling:
         dtype = autocast_dtype(x) or x.dtype
         if torch.is_grad_enabled() and x.requires_grad:
             return F.linear(x, (weight.float() * scale).to(dtype), bias)
-        rows, _ = quantise(x.reshape(-1, x.shape[-1]), "rowwise", columns=False)
+        rows, _ = quantise(x.reshape(-1, x.shape[-1]), "rowwise", columns=False, begun=self._find_begun(x, None, False))
         assert rows is not None
         y = multiply(rows, Quantised(weight, scale, "rowwise"), dtype, fast=True).view(*x.shape[:-1], -1)
         return y if bias is None else y.add_(bias.to(dtype))
@@ -164,6 +178,11 @@ class Scaling:
     def _note_backward(self, weights: Sequence[Tensor]) -> None:
         if not all(map(_steps.holds, weights)):  # who changes them now may not be seen
             self._forget()
+
+    def _find_begun(self, x: Tensor, bad: Tensor | None, turned: bool) -> Begun | None:
+        """What is known of `x` since it was computed."""
+        cut_rows = self.cut == 1 and self._share() is not None and not self.recipe.weights_only
+        return self.handover.take(self, x, Wish(self.recipe.scaling, turned, cut_rows, bad))
 
     def _share(self) -> Share | None:
         group = self.group

@@ -29,7 +29,7 @@ def pend(part: Tensor, tp: TPGroup, bias: Tensor | None, dtype: torch.dtype | No
     if dtype not in (None, part.dtype, torch.float32):
         return None
     peers = tp.find_peers()
-    if peers is None or peers.find_inbox(part) is None or (bias is not None and bias.dtype is not part.dtype):
+    if peers is None or peers.find_place(part) is None or (bias is not None and bias.dtype is not part.dtype):
         return None
     return PendingSum(part, tp, None if bias is None else bias.detach())
 

@@ -25,6 +25,7 @@ from ..errors import AutoTPError
 
 # For the others to say what they saw, after a failure; to be gone once they are killed; to end after they are done.
 GRACE_S, END_S, FINISH_S = 1.0, 2.0, 30.0
+START = "spawn"  # how a rank's process begins: with nothing of this one, whose threads or GPU a copy could not use
 _LOST = re.compile(r"connection|socket|broken pipe|nccl|peer|timed out|store", re.IGNORECASE)
 _SAVING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _pipe: list[Connection] = []  # in a rank: the way to the process that started it
@@ -92,7 +93,7 @@ class _Ranks:
     """The processes, seen from the one that starts them."""
 
     def __init__(self, work: Callable, size: int, args: tuple, port: int, log: str | os.PathLike | None) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context(START)
         self.size, self.signals, self.forwarded = size, 0, 0
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import socket
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -25,6 +23,7 @@ from autotp.comm import TPGroup
 from autotp.errors import AutoTPError, CheckpointError
 from autotp.inject.load import build_empty
 from autotp.shard import Shard
+from tests.jobs import run_job
 from tests.layers.regions import Net, plan_of
 
 CPU = torch.device("cpu")
@@ -273,9 +272,9 @@ def read_anonymous_bytes() -> int:
     return int(re.search(r"Anonymous:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text())[1]) * 1024  # type: ignore[index]
 
 
-def measure_load(path: str, port: str, rank: str) -> None:
+def measure_load(path: str) -> None:
     """One rank of two: load, and print the peak of anonymous memory over what the imported process had."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=2)
+    dist.init_process_group("gloo")
     before = peak = read_anonymous_bytes()
     done = threading.Event()
 
@@ -307,18 +306,10 @@ def test_memory_is_what_is_copied_and_little_more(tmp_path):
     with no_init_weights():
         model = LlamaForCausalLM(settings)
     total = sum(parameter.nbytes for parameter in model.parameters())
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "model")
     del model
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, __file__, str(tmp_path), port]
-    ranks = [subprocess.Popen([*command, str(r)], env=env, stdout=subprocess.PIPE, text=True) for r in range(2)]
-    for process in ranks:
-        out, _ = process.communicate(timeout=120)
-        assert process.returncode == 0
-        measured = json.loads(out.splitlines()[-1])
+    for said in run_job(__file__, tmp_path / "model", cwd=tmp_path):
+        measured = json.loads(said.splitlines()[-1])
         copied = 63e6  # columns of o_proj and down_proj
         assert total * 0.49 < measured["held"] < total * 0.51
         assert measured["peak"] < copied + 240e6, measured  # buffers, and what planning takes

@@ -125,6 +125,7 @@ def check_dropout_goes_on():
     compiled = torch.compile(dropping, mode="reduce-overhead")
     for _ in range(6):
         torch.compiler.cudagraph_mark_step_begin()
+        dropping.zero_grad()  # gradients lie in the graph's memory: the next step may not add to them
         loss = compiled(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         found.append(loss.item())

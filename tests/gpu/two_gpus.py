@@ -21,7 +21,7 @@ from autotp.checkpoint.random_state import random_state, set_random_state
 from autotp.generation.engine import find_engine
 from autotp.layers.decoding import decoding_step
 from autotp.train.optimizer import MasterOptimizer
-from tests.gpu import drawing, moving_rows
+from tests.gpu import drawing, moving_rows, peer_sums
 from tests.inject.test_families import full_gradients
 from tests.models import batch, tiny
 
@@ -335,7 +335,7 @@ def main():
     checks += [(check_generate, "gemma2"), (check_smollm2_shape, None)]
     checks += [(check_decoding, family) for family in FAMILIES]
     checks += [(check_norm_linear, norm) for norm in ("LayerNorm", "RMSNorm")]
-    checks += [(check, None) for check in (*moving_rows.CHECKS, *drawing.CHECKS)]
+    checks += [(check, None) for check in (*peer_sums.CHECKS, *moving_rows.CHECKS, *drawing.CHECKS)]
     failed = 0
     for check, family in checks:
         try:

@@ -29,7 +29,7 @@ class GlooPeers:
     def __init__(self, tp):
         self.tp, self.kinds = tp, []
 
-    def find_inbox(self, x):
+    def find_place(self, x):
         return x
 
     def reduce_rows(self, x, **rest):

@@ -35,6 +35,22 @@ def test_the_plan_says_which_and_why_not():
     assert autotp.make_plan(model, 2).products == ()
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_experts_are_listed_with_the_reason(size):
+    model = tiny("mixtral")
+    plan = autotp.make_plan(model, size, precision=RECIPE)
+    found = reasons(plan)
+    experts = {name for name, module in model.named_modules() if type(module).__name__ == "MixtralExperts"}
+    assert {f"model.layers.{name}" for name, (_, why) in found.items() if "stacked experts" in why} == experts and experts
+    assert all(found[name.removeprefix("model.layers.")][0] is None for name in experts) and "stacked experts" in str(plan)
+    assert autotp.make_plan(model, size, autotp.Plan.from_json(plan.to_json())) == plan
+    assert not any("experts" in name for name in reasons(autotp.make_plan(model, size, precision={"*.q_proj": "bf16"})))
+    group = TPGroup(None, torch.device("cpu"))
+    if size == 1:
+        with torch.no_grad():
+            assert autotp.parallelize(model, group, plan=plan)(**batch(model)).logits.isfinite().all()
+
+
 @pytest.mark.parametrize("precision", ["fp4", {"*": 8}, {"*.no_such": "fp8"}, {"*.norm": "fp8"}])
 def test_what_is_no_precision_is_refused(precision):
     model = tiny("llama")

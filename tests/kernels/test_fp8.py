@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from autotp.kernels import fp8_product
 from autotp.kernels.fp8 import Recipe, multiply, quantise, turn
 from autotp.kernels.fp8_product import Scaled, multiply_fp8
 from autotp.kernels.fp8_scaled import LIMITS
@@ -142,6 +143,18 @@ def test_each_gradient_is_computed_for_its_own_sake(frozen):
         grads.append({"x": x.grad, "w": w.grad, "b": b.grad})
     assert grads[1].pop(frozen) is None
     assert all(torch.equal(grads[0][name], grad) for name, grad in grads[1].items())
+
+
+def test_without_gradient_nothing_is_made_for_a_backward(monkeypatch):
+    asked, own = [], fp8_product.quantise
+    monkeypatch.setattr(fp8_product, "quantise", lambda *args, **how: asked.append(how["columns"]) or own(*args, **how))
+    x, w = draw(32, 32).requires_grad_(), draw(48, 32, seed=1).requires_grad_()
+    scaled = Scaled(Recipe("rowwise"), lambda turned: asked.append(turned) or quantise(w.detach(), "rowwise", columns=turned))
+    outputs = []
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            outputs += multiply_fp8(ProductSpec(), scaled, x, (w,), (None,))
+    assert asked == [True, True, False, False] and torch.equal(*outputs) and not outputs[1].requires_grad
 
 
 def test_under_autocast_weights_are_read_as_they_are():

@@ -100,6 +100,76 @@ def test_ranks_sum_rows_norm_them_and_choose(request, size, calls):
             assert torch.equal(mine[calls + call][0], tokens) and torch.equal(mine[calls + call][1], halted), call
 
 
+BOARD_ROWS, BOARD_WORDS, PROGRAMS = 31, 16, 3
+
+
+def open_board(folder: str, rank: int, size: int, patience: int = 2**31 - 1):
+    """`(the Board, what must stay alive with it)`; the files are made where they are not there."""
+    from autotp.kernels.triton_sums import Board, measure_board
+
+    n_bytes, part_words = measure_board(4 * BOARD_ROWS * BOARD_WORDS, 4 * BOARD_WORDS, size)
+    parts = [torch.from_file(f"{folder}/{r}", shared=True, size=n_bytes, dtype=torch.uint8) for r in range(size)]
+    parts.append(torch.zeros(1, dtype=torch.int32))
+    addresses = torch.tensor([part.data_ptr() for part in parts])
+    return Board(addresses, torch.zeros(PROGRAMS + 1, dtype=torch.int32), part_words, rank, size, patience), parts
+
+
+def draw_many(call: int, size: int):
+    """The same as `draw_call`, of more rows: groups that are not whole, fewer of them than ranks, and ranks without any."""
+    generator = torch.Generator().manual_seed(call)
+    dtype, kind, residual = FORMS[call % len(FORMS)]
+    rows, width = (1, 5, 31, 18, 9, 13, 26)[call % 7], 2 * (3 + call % 6)
+    parts = [torch.randn(rows, width, generator=generator).to(dtype) for _ in range(size)]
+    names = ["bias"] * residual + ["weight"] * (kind != "") + ["shift"] * (kind == "layernorm")
+    rest = {name: torch.randn(width, generator=generator).to(dtype) for name in names}
+    if residual:
+        rest["residual"] = torch.randn(rows, width, generator=generator).to(dtype)
+    return parts, dict(rest, eps=1e-5, kind=kind)
+
+
+def sum_many(group, folder: str, calls: int):
+    from autotp.kernels.triton_sums import sum_rows
+
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    board, parts = open_board(folder, rank, size)
+    dist.barrier(group)
+    found = []
+    for call in range(calls):
+        given, rest = draw_many(call, size)
+        found.append(sum_rows(given[rank], board, **rest))
+    del parts
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks interpret their kernels on the CPU")
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_sum_many_rows_and_norm_them(ranks, size):
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(size):
+            open_board(folder, rank, size)
+        found = ranks.run(sum_many, folder, 14, size=size)
+    for call in range(14):
+        parts, rest = draw_many(call, size)
+        total, y = reference.reduce_rows(parts, **rest)
+        for mine in found:
+            assert torch.equal(mine[call][0], found[0][call][0]), "all ranks have the same bits"
+            torch.testing.assert_close(mine[call][0], total)
+            assert (y is None) == (mine[call][1] is None)
+            if y is not None:
+                torch.testing.assert_close(mine[call][1], y, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted on the CPU")
+def test_a_rank_whose_rows_do_not_come_is_named(tmp_path):
+    from autotp.kernels.triton_sums import sum_rows
+
+    board, parts = open_board(str(tmp_path), 0, 2, patience=9)
+    x = torch.ones(20, 4).half()
+    total, y = sum_rows(x, board, weight=torch.ones(4).half(), eps=1e-5, kind="rms")
+    assert total.isnan().all() and y.isnan().all() and parts[-1].tolist() == [2]  # rank 1, plus one
+    assert sum_rows(x, board._replace(patience=2**31 - 1))[0].isnan().all()  # never again
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted on the CPU")
 def test_a_rank_whose_words_do_not_come_is_named(tmp_path):
     from autotp.kernels.triton_choose import best_columns

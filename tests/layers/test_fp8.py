@@ -171,6 +171,15 @@ def test_what_is_not_finite_is_reported():
     assert autotp.fp8_report(linear) == {}
 
 
+def test_counts_go_on_from_inference_mode():
+    linear, x = nn.Sequential(whole_linear(Recipe("rowwise"))), torch.full((16, WIDTH), float("nan"))
+    with torch.inference_mode():
+        linear(x)
+    linear(x).sum().backward()
+    found = autotp.fp8_report(linear, reset=True)["0"]
+    assert found["inputs"] == 16 + 16 + WIDTH and autotp.fp8_report(linear) == {}  # rows twice, and columns for the backward
+
+
 def gradients(model, inputs):
     model.zero_grad()
     model(**inputs).loss.backward()

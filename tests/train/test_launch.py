@@ -15,6 +15,8 @@ from autotp.comm import init_process_group_from_env
 from autotp.errors import AutoTPError
 from autotp.train.launch import RankFailed, launch_ranks, send_message
 
+pytestmark = pytest.mark.usefixtures("forked_launch")  # the last test starts its rank as users' are
+
 
 def add_up(value):
     """Ranks meet, rank 0 sends a message and both print."""
