@@ -11,6 +11,7 @@ shape, on the CPU where there is no GPU, to see that it runs.
 |---|---|
 | body | forward and backward of the decoder body, 2 x 4096 tokens |
 | loss | forward with labels and backward of the whole model, 2 x 4096 tokens |
+| prefill | a prompt of 4096 tokens, batch 1: forward and the last token's logits |
 | decode | one more token in eager mode after 1024, batch 1 |
 | train | the full step: loss and backward as above, and AdamW on float32 master weights; no clipping |
 """
@@ -43,7 +44,7 @@ SHAPE: dict[str, Any] = dict(
 )
 TINY: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=512)
 ROWS, TOKENS, CONTEXT = 2, 4096, 1024
-WORKS = ("body", "loss", "decode", "train")  # in this order: the last one leaves its optimizer states
+WORKS = ("body", "loss", "prefill", "decode", "train")  # in this order: the last one leaves its optimizer states
 LOADERS = {
     "one GPU": lambda path, device: AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device),
     "transformers TP": lambda path, device: AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, tp_plan="auto"),
@@ -81,15 +82,20 @@ def write_checkpoint(shape: dict[str, Any], layers: int, device: torch.device) -
     """A random checkpoint, written by rank 0; every rank gets its path."""
     path = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     if path[0]:
-        config = LlamaConfig(**shape, num_hidden_layers=layers, max_position_embeddings=8192, dtype=torch.bfloat16)
-        torch.manual_seed(0)
-        torch.set_default_dtype(torch.bfloat16)
-        with device:
-            model = LlamaForCausalLM(config)
-        torch.set_default_dtype(torch.float32)
-        model.save_pretrained(path[0])
+        save_random(path[0], shape, layers, device)
     dist.broadcast_object_list(path, 0)
     return str(path[0])
+
+
+def save_random(path: str, shape: dict[str, Any], layers: int, device: torch.device) -> None:
+    """Write a random Llama in bf16, drawn on `device`."""
+    config = LlamaConfig(**shape, num_hidden_layers=layers, max_position_embeddings=8192, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with device:
+        model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(path)
 
 
 def make_steps(model, ids: torch.Tensor) -> dict:
@@ -103,6 +109,10 @@ def make_steps(model, ids: torch.Tensor) -> dict:
     def loss():
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         model.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def prefill():
+        model(input_ids=ids[:1], use_cache=False, logits_to_keep=1)
 
     cache = []
 
@@ -123,7 +133,7 @@ def make_steps(model, ids: torch.Tensor) -> dict:
         optimizers[0].step()
 
     train.losses = losses
-    return {"body": body, "loss": loss, "decode": decode, "train": train}
+    return {"body": body, "loss": loss, "prefill": prefill, "decode": decode, "train": train}
 
 
 def time_step(step, warm: int, steps: int, device: torch.device) -> dict:
@@ -165,9 +175,9 @@ def measure(name: str, path: str, ids: torch.Tensor, works: list[str], steps: in
     found = {}
     every = make_steps(model, ids)
     for work in works:
-        model.train(work != "decode")
+        model.train(work not in ("prefill", "decode"))
         try:
-            found[work] = time_step(every[work], 4, 2 * steps if work == "decode" else steps, ids.device)
+            found[work] = time_step(every[work], 4, 2 * steps if work in ("prefill", "decode") else steps, ids.device)
         except torch.OutOfMemoryError as error:
             if name != "one GPU":  # the other ranks wait in a collective
                 raise

@@ -1,10 +1,10 @@
 """Times the kernels of a decoding step in CUDA graphs, beside PyTorch's, and checks their errors; one RESULT line each.
 
-python scripts/bench_decode.py                                      products and attention, on one GPU
-torchrun --nproc-per-node 2 scripts/bench_decode.py                 also the sums over the ranks
+python scripts/bench_decode.py [--shape 70B] [--tp 8]               products and attention of one rank's part, on one GPU
+torchrun --nproc-per-node 2 scripts/bench_decode.py                 the same work, dealt to several GPUs
 python scripts/bench_decode.py --cpu                                small sizes in Triton's interpreter, to see that it runs
 
-Llama-3-8B's sizes at TP=2, bf16, M rows. Weights are rotated over several sets, so that none sits in the L2 cache. Each kernel
+Sizes of a Llama, bf16, M rows. Weights are rotated over several sets, so that none sits in the L2 cache. Each kernel
 is timed in a few shapes of its programs; "tile" is the best, "us" its time, "chosen_us" the time of the one that autotp takes.
 "err" and "torch_err" are relative to float64. The last line counts what was wrong.
 """
@@ -28,9 +28,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from autotp.comm import init_process_group_from_env, resolve_group
+from autotp.comm import init_process_group_from_env
 from autotp.kernels import reference, reference_decode, triton_cache
-from autotp.kernels.norm import add_norm
 from autotp.kernels.triton_few_rows import Tile, choose_tile, is_elementwise, linear_few
 from autotp.kernels.triton_launch import count_processors
 
@@ -38,18 +37,25 @@ CPU = "--cpu" in sys.argv
 DEVICE, DTYPE, EPS = "cpu" if CPU else "cuda", torch.float16 if CPU else torch.bfloat16, 1e-5
 RANK = int(os.environ.get("RANK", 0))
 ROTATED_BYTES = 0 if CPU else 400_000_000
-# N, K of a product, and the activation of a gated one, whose weight has 2N rows
-PRODUCTS = {
-    "qkv": (3072, 4096, ""),
-    "o": (4096, 2048, ""),
-    "gate_up": (14336, 4096, ""),
-    "gated": (7168, 4096, "silu"),
-    "down": (4096, 7168, ""),
-    "head": (64128, 4096, ""),
-}
-if CPU:
-    PRODUCTS = {"qkv": (48, 64, ""), "gated": (24, 64, "silu")}
+SHAPES = {"8B": (4096, 14336, 32), "70B": (8192, 28672, 64)}  # hidden size, intermediate size, heads; 8 kv heads of 128
+VOCABULARY = 128256
 wrong: list[str] = []
+
+
+def products_of(shape: str, tp: int) -> dict[str, tuple[int, int, str]]:
+    """N, K of one rank's products, and the activation of a gated one, whose weight has 2N rows."""
+    if CPU:
+        return {"qkv": (48, 64, ""), "gated": (24, 64, "silu")}
+    width, inner, heads = SHAPES[shape]
+    own = heads // tp * 128
+    return {
+        "qkv": (own + 2 * -(-8 // tp) * 128, width, ""),
+        "o": (width, own, ""),
+        "gate_up": (2 * inner // tp, width, ""),
+        "gated": (inner // tp, width, "silu"),
+        "down": (width, inner // tp, ""),
+        "head": (VOCABULARY // tp, width, ""),
+    }
 
 
 def report(**row: Any) -> None:
@@ -116,15 +122,14 @@ def tiles_of(m: int, k: int, gated: bool) -> Iterable[Tile]:
         yield from (Tile(rows, block, 4, depth) for rows, block, depth in
                     ((16, 128, 4), (16, 256, 3), (16, 256, 4), (16, 512, 3), (32, 128, 4), (32, 256, 3)))  # fmt: skip
         return
-    blocks = [block for block in (1024, 2048) if k % block == 0]
+    blocks = [block for block in (512, 1024, 2048) if k % block == 0] or [256, 512, 1024]
     for rows, block, warps, unroll in itertools.product((1, 2, 4), blocks, (4, 8), (1, 2, 4)):
         loaded = rows * block * (2 if gated else 1) * unroll // (warps * 32)  # numbers of the weight in flight in a thread
         if (m == 1 or (rows < 4 and unroll == 2)) and 16 <= loaded <= 64 and block * unroll <= k:
             yield Tile(rows, block, warps, unroll)
 
 
-def bench_product(name: str, m: int) -> None:
-    n, k, activation = PRODUCTS[name]
+def bench_product(name: str, n: int, k: int, activation: str, m: int) -> None:
     rows = 2 * n if activation else n
     n_bytes = rows * k * DTYPE.itemsize
     weights = [draw(rows, k) for _ in range(count_sets(n_bytes))]
@@ -161,65 +166,6 @@ def rate(n_bytes: int, us: float) -> int:
     return round(n_bytes / us / 1e3) if us else 0
 
 
-def check_sums(tp: Any, width: int, rows: int) -> None:
-    """Many sums of changing rows, some from a graph, against those of what all ranks give."""
-    peers: Any = tp.find_peers()
-    x, residual, weight = draw(rows, width), draw(rows, width), draw(width)
-    rest = dict(residual=residual, weight=weight, eps=EPS, kind="rms")
-    tp.broadcast(residual)
-    tp.broadcast(weight)
-    warm = peers.reduce_rows(x, **rest)
-    assert warm is not None, "no memory that the ranks write to each other"
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = [peers.reduce_rows(x, **rest) for _ in range(3)]
-    for turn in range(40):
-        x.copy_(draw(rows, width))
-        parts = tp.gather_rows(x).view(tp.tp_size, rows, width)
-        total, y = reference.reduce_rows(list(parts.double()), residual.double(), None, weight.double(), None, EPS, "rms")
-        if turn % 2:
-            graph.replay()
-        found = replayed[-1] if turn % 2 else peers.reduce_rows(x, **rest)
-        check(f"sum {rows} x {width}", max(error_of(found[0], total), error_of(found[1], y)), 4e-3)
-        same = tp.all_reduce(found[0].float(), "max").equal(tp.all_reduce(found[0].float(), "min"))
-        check(f"sum {rows} x {width}: bits that differ among ranks", 0.0 if same else 1.0, 0.5)
-
-
-def bench_sums(tp: Any, rows: int, width: int = 4096) -> None:
-    from autotp.kernels import triton_peers
-
-    peers: Any = tp.find_peers()
-    check_sums(tp, width, rows)
-    x, residual, weight = draw(rows, width), draw(rows, width), draw(width)
-
-    def nccl():
-        dist.all_reduce(x, group=tp.group)
-        return x
-
-    def fused():
-        return peers.reduce_rows(x, residual=residual, weight=weight, eps=EPS, kind="rms")
-
-    own = triton_peers.choose_warps
-    kinds = {
-        "nccl": nccl,
-        "one_shot": lambda: peers.sum_small(x, "one_shot"),
-        "two_shot": lambda: peers.sum_small(x, "two_shot"),
-        "push": lambda: peers.sum_small(x),
-        "nccl + add_norm": lambda: add_norm(nccl(), residual, weight, None, EPS, "rms"),
-        "push + add_norm": lambda: add_norm(peers.sum_small(x), residual, weight, None, EPS, "rms"),
-        "push, add and norm in one": fused,
-    }
-    times = {name: round(graph_us([call] * 20, together=True), 2) for name, call in kinds.items()}
-    for warps in (4, 8, 16, 32):
-        triton_peers.choose_warps = lambda words, warps=warps: warps
-        times[f"in one, {warps} warps"] = round(graph_us([fused] * 20, together=True), 2)
-    triton_peers.choose_warps = own
-    times["best columns"] = bench_choice(tp, rows)
-    if RANK == 0:
-        report(sum=f"{rows} x {width}", bytes=x.nbytes, ranks=tp.tp_size, chosen_warps=own(width // 2), us=times)
-
-
 FORMS = [(block, warps) for block in (32, 64, 128) for warps in (2, 4, 8)]
 
 
@@ -228,9 +174,9 @@ def attention_us(q: Any, caches: Any, mask: Any, splits: int, block: int, warps:
     return round(graph_us(calls), 1)
 
 
-def bench_attention(batch: int, context: int, length: int) -> None:
+def bench_attention(batch: int, context: int, length: int, heads: int, kv_heads: int) -> None:
     """One token of `batch` sequences, `context` of a cache of `length` filled, the first ones padded on the left."""
-    heads, kv_heads, width = (4, 2, 16) if CPU else (16, 4, 128)
+    width = 16 if CPU else 128
     n_bytes = 2 * batch * kv_heads * context * width * DTYPE.itemsize
     caches = [(draw(batch, kv_heads, length, width), draw(batch, kv_heads, length, width)) for _ in range(count_sets(n_bytes))]
     q, scale, token = draw(batch, heads, 1, width), width**-0.5, torch.arange(length, device=DEVICE)
@@ -270,20 +216,6 @@ def bench_attention(batch: int, context: int, length: int) -> None:
     )  # fmt: skip
 
 
-def bench_choice(tp: Any, rows: int, columns: int = 64128) -> float:
-    """Microseconds of the choice of the largest logit, which is checked."""
-    peers, logits, halt = tp.find_peers(), draw(rows, columns), torch.tensor([RANK], device=DEVICE)
-    starts = [rank * columns for rank in range(tp.tp_size)]
-    for _ in range(5):
-        logits.copy_(draw(rows, columns).round())  # so that several are the largest
-        parts = list(tp.gather_rows(logits).view(tp.tp_size, rows, columns))
-        halts = [torch.tensor([rank], device=DEVICE) for rank in range(tp.tp_size)]
-        expected, found = reference_decode.best_columns(parts, starts, halts), peers.best_columns(logits, starts[RANK], halt)
-        same = found[0].equal(expected[0]) and found[1].equal(expected[1])
-        check(f"best of {rows} rows", 0.0 if same else 1.0, 0.5)
-    return round(graph_us([lambda: peers.best_columns(logits, starts[RANK], halt)] * 20, together=True), 2)
-
-
 def copy_rate() -> int:
     source = torch.empty(1 << (20 if CPU else 30), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
@@ -293,29 +225,28 @@ def copy_rate() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="small sizes on the CPU, to see that it runs")
-    parser.add_argument("--only", help="sums, products or attention")
+    parser.add_argument("--only", choices=("products", "attention"))
+    parser.add_argument("--shape", choices=list(SHAPES), default="8B")
+    parser.add_argument("--tp", type=int, default=2, help="ranks that the sizes are dealt to")
     options, start = parser.parse_args(), time.perf_counter()
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
     torch.manual_seed(RANK)
-    tp = None
-    if several:
+    if ranks > 1:
         init_process_group_from_env()
-        tp = resolve_group()
     device = "CPU" if CPU else torch.cuda.get_device_name()
-    report(rank=RANK, device=device, torch=torch.__version__, copy_gbps=copy_rate())
-    if tp is not None and options.only in (None, "sums"):
-        for rows in (1, 4, 16, 64):
-            bench_sums(tp, rows)
+    report(rank=RANK, device=device, torch=torch.__version__, shape=options.shape, tp=options.tp, copy_gbps=copy_rate())
     if options.only in (None, "products"):
-        works = list(itertools.product((1, 8) if CPU else (1, 2, 4, 8, 16), PRODUCTS))
-        for m, name in works[RANK :: int(os.environ.get("WORLD_SIZE", 1))]:  # each rank some: compiling takes the time
-            bench_product(name, m)
+        products = products_of(options.shape, options.tp)
+        works = list(itertools.product((1, 8) if CPU else (1, 2, 4, 8, 16), products))
+        for m, name in works[RANK::ranks]:  # each rank some: compiling takes the time
+            bench_product(name, *products[name], m)
     if options.only in (None, "attention"):
+        heads = (4, 2) if CPU else (SHAPES[options.shape][2] // options.tp, max(1, 8 // options.tp))
         caches = [(1, 40, 64), (2, 30, 96)] if CPU else [(1, 1100, 2048), (8, 1100, 2048), (64, 1100, 2048), (1, 8000, 8192)]
-        for batch, context, length in caches[RANK :: int(os.environ.get("WORLD_SIZE", 1))]:
-            bench_attention(batch, context, length)
+        for batch, context, length in caches[RANK::ranks]:
+            bench_attention(batch, context, length, *heads)
     report(rank=RANK, done=True, wrong=sorted(set(wrong)), seconds=round(time.perf_counter() - start))
-    if several:
+    if ranks > 1:
         dist.barrier()
         dist.destroy_process_group()
     return 1 if wrong else 0

@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from no_communication import NoExchange, NoExchangeInBlocks
 from torch import Tensor
 
 from autotp.comm import TPGroup, resolve_group
-from autotp.exchange import CopyExchange, Exchange, Gather, Scatter
+from autotp.exchange import CopyExchange, Exchange
 from autotp.kernels.dealt import Dealt, multiply_gathered, multiply_scattered
-from autotp.kernels.moves import Decision, Moves
+from autotp.kernels.moves import Moves
 from autotp.kernels.product import ProductSpec, multiply
 
 CPU = "--cpu" in sys.argv
@@ -37,51 +38,6 @@ DTYPE = torch.float32 if CPU else torch.bfloat16
 ROWS, WIDTHS = ((64,), (64,)) if CPU else ((2048, 4096, 8192, 16384), (2048, 4096, 8192))
 MOVES = Moves(True, True, True, True)  # at any size
 CALLS, ROUNDS = (1, 1) if CPU else (4, 7)
-
-
-class NoExchange(Exchange):
-    """Moves nothing."""
-
-    def gather(self, local: Tensor, way: bool | None = None, full: Tensor | None = None) -> Gather:
-        return Gather(local.new_empty(self.group.tp_size * local.shape[0], local.shape[1]))
-
-    def scatter(self, rows: int, width: int, like: Tensor, dtype: torch.dtype | None = None, way: bool | None = None) -> Scatter:
-        return _NoScatter(self.group, dtype)
-
-
-class NoExchangeInBlocks(NoExchange):
-    """Moves nothing, in blocks."""
-
-    def decide(self, n_bytes: int, way: bool | None) -> Decision:
-        return Decision(True, "to see what blocks cost")
-
-    def gather(self, local: Tensor, way: bool | None = None, full: Tensor | None = None) -> Gather:
-        size, me = self.group.tp_size, self.group.tp_rank
-        return Gather(local.new_empty(size * local.shape[0], local.shape[1]), [(me + i) % size for i in range(size)])
-
-    def scatter(self, rows: int, width: int, like: Tensor, dtype: torch.dtype | None = None, way: bool | None = None) -> Scatter:
-        return _NoScatterInBlocks(self.group, rows, width, like)
-
-
-class _NoScatterInBlocks(Scatter):
-    def __init__(self, group: TPGroup, rows: int, width: int, like: Tensor) -> None:
-        super().__init__(group, None)
-        self.order = [(group.tp_rank + i) % group.tp_size for i in range(1, group.tp_size)]
-        self.buffer = like.new_empty(rows // group.tp_size, width)
-
-    def place(self, rank: int) -> Tensor:
-        return self.buffer
-
-    def send(self, rank: int) -> None:
-        pass
-
-    def receive(self) -> Tensor:
-        return self.buffer
-
-
-class _NoScatter(Scatter):
-    def reduce(self, parts: Tensor) -> Tensor:
-        return parts.chunk(self.group.tp_size)[self.group.tp_rank].contiguous()
 
 
 def time_calls(call: Callable[[], Any], group: TPGroup) -> tuple[float, float]:

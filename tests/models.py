@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from safetensors import safe_open
 from torch import nn
@@ -86,14 +88,19 @@ def batch(model: PreTrainedModel, seed: int = 0, rows: int = 2, length: int = 12
     return {"input_ids": ids, "labels": labels}
 
 
-def compare_slices(model: nn.Module, path: str, tolerance: float = 1e-4) -> None:
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
+    return parameter.grad
+
+
+def compare_slices(model: nn.Module, path: str, tolerance: float = 1e-4, read: Callable = gradient_of) -> None:
     """This rank's slice of every gradient against the whole gradients in the safetensors file `path`.
 
-    An error may be `tolerance` of the parameter's largest entry, and 1e-7 of the largest of all.
+    `read` may be another function of a parameter. An error may be `tolerance` of the parameter's largest entry, and 1e-7 of the
+    largest of all.
     """
     shards = {f"{n}.{p}": (m.tp.tp_rank, s) for n, m in sharded_modules(model) for p, s in m.shards.items()}
     with safe_open(path, framework="pt") as file:
-        mine = {name: p.grad for name, p in model.named_parameters()}
+        mine = {name: read(p) for name, p in model.named_parameters()}
         assert set(mine) == set(file.keys())
         whole = {name: file.get_tensor(name) for name in mine}
     largest = max(grad.abs().max().item() for grad in whole.values())

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 POOL = 4
 # What every rank would import, imported once in the process that ranks are forked from.
 PRELOAD = ["autotp", "transformers.models.llama.modeling_llama", "transformers.trainer"]
-_grid: list[Any] = []  # in a rank: the 2x2 mesh made at its start
+_grids: dict[int, Any] = {}  # in a rank: meshes of 2 x that many ranks, made at its start
 
 
 def _serve(rank: int, count: int, store_file: str, inbox: Any, outbox: Any) -> None:
@@ -26,7 +26,8 @@ def _serve(rank: int, count: int, store_file: str, inbox: Any, outbox: Any) -> N
     dist.init_process_group("gloo", init_method=f"file://{store_file}", rank=rank, world_size=count)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, count + 1)}
     # Made now, while all ranks have made the same groups: torch names a new group by a count that each rank keeps for itself.
-    _grid.append(dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    for tp in range(2, count // 2 + 1, 2):
+        _grids[tp] = dist.init_device_mesh("cpu", (2, tp), mesh_dim_names=("dp", "tp"))
     while True:
         job = inbox.get()
         if job is None:
@@ -40,9 +41,9 @@ def _serve(rank: int, count: int, store_file: str, inbox: Any, outbox: Any) -> N
     dist.destroy_process_group()
 
 
-def grid() -> dist.DeviceMesh:
-    """In a rank: the 2x2 mesh with axes `dp` and `tp`."""
-    return _grid[0]
+def grid(tp: int = 2) -> dist.DeviceMesh:
+    """In a rank: the mesh with axes `dp`, of 2 ranks, and `tp`, of an even number that the pool has twice."""
+    return _grids[tp]
 
 
 class RankError(AssertionError):

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..comm import TPGroup
 from ..errors import KernelUnsupported
 from ..kernels.blocks import block_of
-from ..kernels.moves import SMALLEST_BYTES, Decision, Moves, decide
+from ..kernels.moves import SMALLEST_BLOCK_BYTES, Decision, Moves, decide
 
 
 class Gather:
@@ -69,12 +69,14 @@ class Exchange:
 
     Args:
         group: the ranks; why_not: why blocks are not copied between them instead.
-    """
 
-    smallest_bytes = SMALLEST_BYTES
+    Attributes:
+        smallest_bytes: of all blocks together, from which on they are copied unasked: in proportion to their number.
+    """
 
     def __init__(self, group: TPGroup, why_not: str = "collectives in sequence were asked for") -> None:
         self.group, self.why_not = group, why_not
+        self.smallest_bytes = SMALLEST_BLOCK_BYTES * group.tp_size
 
     def check(self, moves: Moves, name: str) -> None:
         """Raise where copies are asked for that there can't be; on a CPU, where nothing could hide, all run in sequence.

@@ -111,7 +111,6 @@ class CopyExchange(Exchange):
     Attributes:
         peers: the other ranks, nearest after this one first; sources: nearest before it first.
         rank: this rank; device: its GPU; stream: where copies are queued, in the same order on every rank.
-        smallest_bytes: of all blocks together, from which on they are copied unasked.
         flags: this rank's, which the others write; done: how many uses of its slots are through, written by the copies' stream.
         queued: how many are queued; uses: those that may not be through: number, kind, slot, and how often that was used.
         broken: why nothing moves any more, empty as long as it does.
@@ -244,7 +243,7 @@ class _CopyScatter(Scatter):
         self.order, self.sent = exchange.peers, 0
         self.block_bytes = -(-rows // size) * width * like.element_size()
         own = block_of(rows, exchange.rank, size)
-        self.received = [like.new_empty(own.stop - own.start, width) for _ in exchange.peers]
+        self.received = like.new_empty(len(exchange.peers), own.stop - own.start, width)  # a peer's after another's
         stream = exchange.device.current_stream()
         self.slot = exchange.take_slot("scatter", len(exchange.peers) * self.block_bytes, stream)
 
@@ -273,8 +272,6 @@ class _CopyScatter(Scatter):
     def receive(self) -> Tensor | None:
         device = self.exchange.device
         device.check(self.slot.wait_complete(device.current_stream()))
-        total, *others = self.received
-        total = total.to(self.dtype or self.part_dtype)
-        for part in others:
-            total.add_(part)
-        return total
+        dtype = self.dtype or self.part_dtype
+        # One pass over all parts, which adds them up in float32 at least; a single part is not copied.
+        return self.received[0].to(dtype) if len(self.received) == 1 else self.received.sum(0, dtype=dtype)

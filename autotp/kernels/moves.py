@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-SMALLEST_BYTES = 16 << 20  # of all blocks together: below, the host's part of a copied exchange costs more than it hides
+SMALLEST_BLOCK_BYTES = 8 << 20  # of one rank's: below, the host's part of copying a block costs more than it hides
 LARGEST_BYTES = 1 << 30  # of a symmetric buffer: above, collectives in sequence unless they are asked for
 
 
@@ -42,11 +42,12 @@ class Decision(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def decide(n_bytes: int, way: bool | None, why_not: str, smallest_bytes: int = SMALLEST_BYTES) -> Decision:
+def decide(n_bytes: int, way: bool | None, why_not: str, smallest_bytes: int) -> Decision:
     """How `n_bytes` move, of all blocks together.
 
     Args:
         way: one of a Moves; why_not: what speaks against copy engines between these ranks, empty if nothing does.
+        smallest_bytes: from which on copies are taken unasked.
     """
     if why_not or n_bytes == 0:
         return Decision(False, why_not or "there are no rows")

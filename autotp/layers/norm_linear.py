@@ -33,7 +33,7 @@ from .norm_product import multiply_normalised, outside_graphs
 from .norm_wgrad import NormProduct, Product, Sink
 from .overlap import Overlap, OverlapOptions, check_rows, read_moves, read_symmetric, set_options
 from .pending import settle
-from .product import watches_operations
+from .product import watches_operations, widen
 
 MODES = (None, "column", "row")
 
@@ -351,7 +351,7 @@ class LayerNormLinear(OverlapOptions, SideBySide, TensorParallel_Layer):
         weights: list[Tensor] = [getattr(self, name) for name in self.weight_names]
         biases: list[Tensor | None] = [getattr(self, name) for name in self.bias_names]
         if self.sequence_parallel and (self.parallel_mode == "row" or (self.return_bias and self.parallel_mode is None)):
-            biases = [None if bias is None else copy_to_group(bias, tp) for bias in biases]
+            biases = [None if bias is None else copy_to_group(bias, tp, widen(bias)) for bias in biases]
         elif self.return_bias:
             copied = self.copied[len(biases) :]
             biases = [b if b is None or s is None else sum_copies(b, tp, s) for b, s in zip(biases, copied, strict=True)]

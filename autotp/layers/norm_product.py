@@ -39,7 +39,7 @@ from ..kernels.matmul import linear
 from ..kernels.norm import norm, norm_backward
 from ..kernels.product import Merged
 from .norm_wgrad import NormProduct, Product, Sink
-from .product import sum_owned
+from .product import sum_owned, widen
 
 
 class _NormProduct(torch.autograd.Function):
@@ -214,7 +214,7 @@ def norm_gradients(how: NormProduct, dh: Tensor | None, x, gamma, rstd, mean, ne
             dh.to(x.dtype), rows, scale, rstd, mean, how.kind, wanted=(needs[0], needs[1], needs[2])
         )
     if summed:
-        dgamma, dbeta = (None if g is None else how.group.all_reduce(g) for g in (dgamma, dbeta))
+        dgamma, dbeta = (None if g is None else how.group.all_reduce(g, dtype=widen(g)) for g in (dgamma, dbeta))
     return None if dx is None else dx.view(shape), dgamma, dbeta
 
 
@@ -230,10 +230,10 @@ def multiply_plain(how: NormProduct, dtype: torch.dtype, x: Tensor, gamma, beta,
     """What `multiply_normalised` returns, of operations that torch differentiates, and so compiles into one graph."""
     group, count = how.group, len(weights)
     if how.gather_rows or how.own_rows:
-        gamma, beta = (None if p is None else copy_to_group(p, group) for p in (gamma, beta))
+        gamma, beta = (None if p is None else copy_to_group(p, group, widen(p)) for p in (gamma, beta))
     tensors: list = [*weights, *biases]
     if how.own_rows:
-        tensors = [None if p is None else copy_to_group(p, group) for p in tensors]
+        tensors = [None if p is None else copy_to_group(p, group, widen(p)) for p in tensors]
     elif any(how.copied):
         tensors = [p if p is None or s is None else sum_copies(p, group, s) for p, s in zip(tensors, how.copied, strict=True)]
     h = x if how.kind is None else norm(x, how.scale(gamma), beta, how.eps, how.kind)

@@ -19,6 +19,7 @@ from ..kernels.moves import BY_SIZE, Moves
 from ..kernels.norm import norm_forward
 from ..shard import Shard
 from .overlap import deal_sum
+from .product import widen
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class NormProduct:
     def complete(self, grad: Tensor, part: int) -> Tensor:
         """The gradient of tensor `part` (weights, then biases), of which this rank computed `grad`."""
         if self.own_rows:
-            return self.group.all_reduce(grad)
+            return self.group.all_reduce(grad, dtype=widen(grad))
         shard = self.copied[part] if self.copied else None
         return grad if shard is None else sum_over_holders(grad, self.group, shard)
 

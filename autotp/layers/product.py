@@ -28,6 +28,11 @@ def sum_owned(tensor: Tensor, group: TPGroup, dtype: torch.dtype | None, kind: s
     return group.all_reduce(tensor, dtype=dtype)
 
 
+def widen(tensor: Tensor) -> torch.dtype:
+    """In which parts of a parameter's gradient are added up: float32 at least, so that many ranks round them as one does."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def make_spec(
     run: Callable[..., Tensor],
     group: TPGroup,

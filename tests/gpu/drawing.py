@@ -1,9 +1,11 @@
 """Dropout on two GPUs: each rank's own masks in attention, in graphs too; and compiled training steps as CUDA graphs."""
 
 import copy
+import itertools
 import os
 
 import torch
+import torch.distributed as dist
 
 import autotp
 from autotp.comm import resolve_group
@@ -15,13 +17,19 @@ VISIBLE = torch.ones(16, 16).tril().bool()
 
 
 def read_masks(seen, tp):
-    """Both ranks' masks `[B, h, pairs]` of what an output projection read."""
-    weights = [solve_weights(read.unflatten(-1, (2, 16)).transpose(1, 2)) for read in tp.gather_objects(seen.float().cpu())]
+    """All ranks' masks `[B, h, pairs]` of what an output projection read."""
+    weights = [solve_weights(read.unflatten(-1, (-1, 16)).transpose(1, 2)) for read in tp.gather_objects(seen.float().cpu())]
     return [(each > 1e-3)[..., VISIBLE] for each in weights]
+
+
+def all_independent(masks):
+    return all(independent(*pair) for pair in itertools.combinations(masks, 2))
 
 
 def check_masks():
     """SDPA's own dropout draws from a state of this rank; a captured graph draws anew at each replay."""
+    if dist.get_world_size() > 4:
+        return "the model has 4 heads"
     model = autotp.parallelize(telling_llama(attn_implementation="sdpa"))
     tp, seen, ids = model.autotp_group, [], torch.arange(16, device=model.device).expand(24, 16)
     layer = model.model.layers[0]
@@ -29,7 +37,7 @@ def check_masks():
     torch.manual_seed(3)
     loss = model(ids, labels=ids).loss
     loss.backward()
-    assert independent(*read_masks(seen[-1], tp))
+    assert all_independent(read_masks(seen[-1], tp))
     after = torch.rand((), device=model.device)
     assert len(set(tp.gather_objects((loss.item(), after.item())))) == 1
     torch.manual_seed(3)
@@ -53,8 +61,8 @@ def check_masks():
         graph.replay()
         masks.append(read_masks(seen[-1], tp))
         whole = tp.gather_objects(out.float().cpu())
-        assert torch.equal(*whole)
-    assert all(independent(*pair) for pair in masks) and independent(masks[0][0], masks[1][0])
+        assert all(torch.equal(whole[0], other) for other in whole)
+    assert all(map(all_independent, masks)) and independent(masks[0][0], masks[1][0])
     return "masks differ between ranks, and between replays of a graph"
 
 

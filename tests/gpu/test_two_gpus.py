@@ -1,4 +1,4 @@
-"""Two GPUs over NCCL against the unsharded model on one; skipped where there are fewer."""
+"""Two, four and eight GPUs over NCCL against the unsharded model on one; skipped where there are fewer."""
 
 import os
 import signal
@@ -13,11 +13,14 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "tests/gpu/two_gpus.py"]
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_gpus(count):
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    command = [*launcher, "tests/gpu/two_gpus.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "4", "HF_HUB_OFFLINE": "1"}
-    # torchrun ends the other rank when one exits; the limit ends both when they wait for each other.
+    # torchrun ends the other ranks when one exits; the limit ends all when they wait for each other.
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

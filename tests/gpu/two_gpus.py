@@ -1,7 +1,7 @@
 """The checks that two ranks run under torchrun; prints one line a check and fails if any failed.
 
-`torchrun --nproc-per-node 2 tests/gpu/two_gpus.py [NAME ...]`; DEVICE=cpu runs them over gloo. With names, such as
-`check_many_steps`, those alone; `STEPS=1000` is how many steps that one runs.
+`torchrun --nproc-per-node 2 tests/gpu/two_gpus.py [NAME ...]` (4 or 8 ranks where there are as many GPUs); DEVICE=cpu runs
+them over gloo. With names, such as `check_many_steps`, those alone; `STEPS=1000` is how many steps that one runs.
 """
 
 import copy
@@ -273,7 +273,8 @@ def check_smollm2_shape():
 
 def part_of(layer, mode, dealt, rows, columns, out):
     """Which rows and columns of x, and of y, this rank has."""
-    share = slice(RANK * rows // 2, (RANK + 1) * rows // 2) if dealt else slice(None)
+    own_rows = rows // dist.get_world_size()
+    share = slice(RANK * own_rows, (RANK + 1) * own_rows) if dealt else slice(None)
     own = layer.shards[layer.weight_names[0]].cuts[0].indices(RANK).to(DEVICE) if mode else None
     every = torch.arange(columns, device=DEVICE), torch.arange(out, device=DEVICE)
     if mode == "row":

@@ -13,6 +13,7 @@ from autotp.kernels.reference_fp8 import dequantise
 from .tensors import DEVICE, assert_close_enough, draw
 
 SIZES = [(torch.float16, *size) for size in ((1, 7, 33), (3, 5, 64), (4, 33, 100), (5, 9, 40), (16, 16, 128))]
+SIZES += [(torch.float16, *size) for size in ((1, 3, 1792), (2, 3, 1792))]  # of Llama-3-8B over 8 ranks: no power of two
 SIZES += [(torch.float32, *size) for size in ((1, 9, 64), (2, 33, 100), (4, 5, 33))]  # rows, outputs, terms
 
 

@@ -71,20 +71,21 @@ def draw_logits(call: int, size: int):
         whole = torch.where(whole > 0, float("-inf"), whole * -0.0)
     elif call == 5:
         whole.fill_(float("-inf"))
-    sizes = [17, 40 - 17] if size == 2 else [17, 3, 20]
+    sizes = {2: [17, 23], 3: [17, 3, 20], 4: [17, 3, 1, 19], 8: [17, 3, 1, 1, 1, 9, 4, 4]}[size]
     starts = [sum(sizes[:rank]) for rank in range(size)]
     return whole.split(sizes, 1), starts, [torch.tensor([rank * call]) for rank in range(size)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks interpret their kernels on the CPU")
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_sum_rows_norm_them_and_choose(ranks, size):
+@pytest.mark.parametrize("size, calls", [(2, 15), (3, 15), (4, 5), (8, 5)])
+def test_ranks_sum_rows_norm_them_and_choose(request, size, calls):
+    pool = request.getfixturevalue("eight_ranks" if size > 4 else "ranks")
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(size):
             with open(os.path.join(folder, str(rank)), "wb") as file:
                 file.truncate(2 * size * ROWS * WORDS * 8)
-        found = ranks.run(sum_calls, folder, 15, size=size)
-    for call in range(15):
+        found = pool.run(sum_calls, folder, calls, size=size)
+    for call in range(calls):
         parts, rest = draw_call(call, size)
         total, y = reference.reduce_rows(parts, **rest)
         for mine in found:
@@ -96,7 +97,7 @@ def test_ranks_sum_rows_norm_them_and_choose(ranks, size):
     for call in range(6):
         tokens, halted = reference_decode.best_columns(*draw_logits(call, size))
         for mine in found:
-            assert torch.equal(mine[15 + call][0], tokens) and torch.equal(mine[15 + call][1], halted), call
+            assert torch.equal(mine[calls + call][0], tokens) and torch.equal(mine[calls + call][1], halted), call
 
 
 BOARD_ROWS, BOARD_WORDS, PROGRAMS = 31, 16, 3

@@ -883,6 +883,21 @@ def shard_linear(linear, tp, indices):
     return layer
 
 
+def check_summed_once(group):
+    for mode, rows, columns in ((None, 1, 8), ("row", 4, 2)):
+        options = dict(tp_group=group, parallel_mode=mode, sequence_parallel=True, params_dtype=torch.bfloat16)
+        layer = LayerNormLinear(8, 4, **options)
+        dy = torch.ones(1, 4, dtype=torch.bfloat16)
+        dy[0, resolve_group(group).tp_rank] = 256
+        layer(torch.ones(rows, columns, dtype=torch.bfloat16)).backward(dy)
+        assert layer.bias.grad.dtype == torch.bfloat16 and (layer.bias.grad == 260).all(), (mode, layer.bias.grad)
+
+
+def test_what_many_ranks_have_of_a_gradient_is_rounded_once(ranks):
+    """259 is 260 in bfloat16; summed in that dtype, 1 and 256 are 256."""
+    ranks.run(check_summed_once, size=4)
+
+
 def check_copied_heads(group, main, delay):
     """8 ranks over 4 kv heads of two columns: each of two holders computes a part of the head's gradient."""
     tp = resolve_group(group)

@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -168,6 +169,9 @@ def check_explained(group):
         "  gather of dy in backward: copy engines (asked for: True)",
         "  sum of y where rows are whole: copy engines (asked for: True)",
     ]
+    eight = Reaching(SimpleNamespace(tp_size=8))
+    assert eight.decide((64 << 20) - 1, None).reason.endswith("fewer than 64 MiB: launching copies costs more than they hide")
+    assert eight.decide(64 << 20, None).copies  # 8 MiB a rank, whatever their number
     layer = Conv1DLayer(Conv1D(8, 4), tp, name="c_attn")
     assert explain_overlap(layer, 10).splitlines()[0] == "c_attn, column, 10 x 4, 2 ranks on cpu"
     layer = LayerNormLinear(64, 4096, parallel_mode="row", tp_group=tp, ub_name="down", ub_overlap_ag=True, tp_overlap_comm=True)
