@@ -1,5 +1,6 @@
 import os
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -64,4 +65,5 @@ def forked_launch(monkeypatch):
     """`launch_ranks` forks its ranks from a process that has imported the libraries, which takes each rank seconds otherwise."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()  # now: launch_ranks blocks signals where it starts ranks, and all it forks would inherit that
     monkeypatch.setattr("autotp.train.launch.START", "forkserver")

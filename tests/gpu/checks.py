@@ -1,5 +1,6 @@
 """How checks run on GPU ranks: one after the other, a line each, and all of them though one fails."""
 
+import gc
 import os
 import sys
 import traceback
@@ -31,5 +32,10 @@ def run_checks(checks, names=()):
             traceback.print_exc()
         print(f"CHECK rank {rank} {check.__name__} {given or ''} {line}", flush=True)
     dist.barrier()
+    if CUDA:
+        torch.cuda.synchronize()
+    torch._dynamo.reset()  # lets go of CUDA graphs: NCCL's communicators don't end while one that holds their launches is there
+    gc.collect()
+    print(f"CHECKS rank {rank} done, {failed} failed", flush=True)
     dist.destroy_process_group()
     sys.exit(1 if failed else 0)
