@@ -17,7 +17,8 @@ from ..layers.base import held_parameters
 from ..layers.conv import local_groups
 from ..shard import Shard
 from .indices import merge_inputs, single_runs
-from .plan import InputPlan, ModulePlan, NormPlan, Region
+from .module_plan import InputPlan, ModulePlan, NormPlan
+from .plan import Region
 from .record import Call, SiteKey
 from .region_placement import LINEARS, RegionPlacement, builds_on_plain
 from .regions import FoundRegion

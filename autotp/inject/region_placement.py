@@ -15,7 +15,7 @@ from ..layers.attention import attention_shards
 from ..shard import Shard, compress_indices
 from .entering import find_shared_arguments
 from .indices import choose_dim, merge_inputs, no_support, product_cut, project, smallest_period
-from .plan import InputPlan
+from .module_plan import InputPlan
 from .record import ModuleCall, SiteKey, bind_position, columns
 from .regions import FoundRegion
 from .tables import select_columns, select_weights

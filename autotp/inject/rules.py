@@ -16,17 +16,19 @@ from transformers import PreTrainedConfig
 
 from ..errors import PlanError, ProofError
 from ..layers.base import held_parameters
-from . import plan as styles
+from . import styles
 from .assemble import assemble_specs, check_plan, check_ties, check_units, finish_plan, list_whole, read_versions, split_ties
 from .auto import Planner
 from .block import check_fusions, find_fusions
 from .cache import drop_plan, make_key, read_plan, write_plan
+from .describe import fold_name
 from .drawing import Drawing, spread_draws
 from .draws import keep_random
 from .edges import edge_modules, edge_parameters, plan_edges, read_elsewhere
 from .forwards import prove_forward
 from .hints import Hints, check_given, check_used, read_hints
-from .plan import DrawPlan, ModulePlan, Plan, Region
+from .module_plan import DrawPlan, ModulePlan
+from .plan import Plan, Region
 from .precision import check_precision, choose_products
 from .prove import prove, try_rewrite
 from .reduce import find_reduction, keep_modules, member_plans
@@ -354,7 +356,7 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
     """Numbers of parameters by folded name: all layers of one name together."""
     found: dict[str, int] = {}
     for name, parameter in model.named_parameters():
-        folded = styles.fold_name(name)
+        folded = fold_name(name)
         found[folded] = found.get(folded, 0) + parameter.numel()
     return found
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import autotp
-from autotp.inject.plan import InputPlan
+from autotp.inject.module_plan import InputPlan
 from autotp.layers import linear, product, region
 from autotp.layers.base import find_group, sharded_modules
 from tests.layers.regions import HEADS, Net, plan_of
