@@ -6,7 +6,8 @@ from .comm import TPGroup
 from .errors import AutoTPError, CheckpointError, GatherError, KernelUnsupported, PlanError, ProofError
 from .generation.engine import release
 from .generation.warm import warm_up
-from .inject.plan import ModulePlan, Plan, Region
+from .inject.module_plan import ModulePlan
+from .inject.plan import Plan, Region
 from .inject.quantise import dequantize, quantize
 from .inject.rewrite import from_pretrained, parallelize, unshard
 from .inject.rules import make_plan

@@ -161,9 +161,9 @@ def reset_peak(device: torch.device) -> None:
 
 def part_norms() -> None:
     """Sums over the ranks and the norms after them in two launches while decoding, in place of one."""
-    from autotp.layers import embedding, linear
+    from autotp.layers import embedding, linear_product
 
-    for module in (linear, embedding):
+    for module in (linear_product, embedding):
         setattr(module, "pend", lambda *_: None)  # noqa: B010
 
 

@@ -14,11 +14,12 @@ from ..errors import PlanError
 from ..layers.base import held_parameters
 from ..layers.entry import SHARDED_LOSS, check_logits_path
 from ..version import __version__
-from . import plan as styles
+from . import styles
 from .edges import plan_edges
 from .hints import Hints
+from .module_plan import ModulePlan
 from .pairs import pair_regions
-from .plan import ModulePlan, Plan, WholePlan
+from .plan import Plan, WholePlan
 from .regions import TOO_FEW
 from .specs import Spec
 

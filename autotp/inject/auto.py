@@ -15,9 +15,10 @@ from .callsites import ShapeFix
 from .discover import Discovery, class_of, find_grouped_maps, find_shared_maps, move_name
 from .gathered import plan_gathered
 from .hints import Hints
+from .module_plan import ModulePlan, NormPlan
 from .norms import find_norms
 from .placement import Placement
-from .plan import ModulePlan, NormPlan, Plan, Region
+from .plan import Plan, Region
 from .prove import prove
 from .record import Record, Recorder
 from .reference import Reference

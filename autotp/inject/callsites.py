@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from ..errors import PlanError
 from ..shard import Run, take_runs
-from .source import Rewrite, find_node, rewrite_methods
+from .recompile import rewrite_methods
+from .source import Rewrite, find_node
 
 Span = tuple[int, int, int, int]  # line, end line, column, end column (bytes) of a call in its file
 SHAPE_WORDS = ("size", "shape", "sizes")

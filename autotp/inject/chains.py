@@ -11,7 +11,8 @@ from ..comm import TPGroup
 from ..errors import PlanError
 from ..layers.token_modules import install_tokens
 from ..layers.tokens import TokenPart, TokenStream
-from .plan import Chain, Plan, TokenPlan
+from .module_plan import TokenPlan
+from .plan import Chain, Plan
 
 
 def find_stream(plan: Plan, streams: Mapping[str, TokenStream], name: str) -> TokenStream | None:

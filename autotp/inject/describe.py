@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..shard import Shard
-    from .plan import ModulePlan, Plan
+    from .module_plan import ModulePlan
+    from .plan import Plan
 
 
 def describe_plan(plan: Plan, rank: int, width: int | None = None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .plan import fold_name
+from .describe import fold_name
 from .record import Record, SiteKey
 from .regions import FoundRegion, Refusal, find_region
 from .shadow import Shadow

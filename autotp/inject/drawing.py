@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .plan import DrawPlan, ModulePlan
+from .module_plan import DrawPlan, ModulePlan
 from .reduce import Reduction
 
 Parts = tuple[int, ...]  # rank -> a number that ranks of one part share; empty for what is drawn alike

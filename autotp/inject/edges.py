@@ -11,8 +11,8 @@ from ..errors import PlanError
 from ..layers.base import held_parameters
 from ..layers.embedding import check_embedding
 from ..shard import Shard
-from . import plan as styles
-from .plan import ModulePlan
+from . import styles
+from .module_plan import ModulePlan
 from .record import Record
 
 Spec = dict[str, Any]

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..shard import Shard
+from .describe import fold_name
 from .discover import class_of
+from .module_plan import ModulePlan
 from .placement import Placement
-from .plan import ModulePlan, fold_name
 from .record import SiteKey
 
 LEAST = 1 / 24  # what layers that read one input must hold of all parameters to be worth it, alike layers counted in

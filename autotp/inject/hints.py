@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 
 from ..errors import PlanError, ProofError
-from . import plan as styles
+from .describe import fold_name
 from .forwards import Forward, name_forward
-from .plan import ModulePlan, Plan
+from .module_plan import ModulePlan
+from .plan import Plan
 from .reduce import Reduction
 from .specs import Spec, match_names
 
@@ -113,7 +114,7 @@ def _match(model: nn.Module, modules: Mapping[str, nn.Module], pattern: Any, whe
         found, known = [name for name, module in modules.items() if isinstance(module, pattern)], []
         known = [type(module).__name__ for module in modules.values()]
     elif isinstance(pattern, str):
-        found, known = match_names(pattern, modules), [styles.fold_name(name) for name in modules if name]
+        found, known = match_names(pattern, modules), [fold_name(name) for name in modules if name]
     else:
         raise PlanError(f"{where}: a key is a module's name, a pattern of names, or a class")
     if not found:

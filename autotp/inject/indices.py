@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..shard import Shard, compress_indices
-from .plan import InputPlan
+from .module_plan import InputPlan
 
 NEAR = 1e-9  # of the largest number: the values of one tensor on a rank and in the whole run differ by rounding alone
 

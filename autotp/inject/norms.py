@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .intercept import Interceptor, running
-from .plan import NormPlan
+from .module_plan import NormPlan
 from .record import SiteKey
 from .shadow import Shadow
 from .tables import Tables

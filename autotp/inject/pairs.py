@@ -14,8 +14,9 @@ from ..errors import PlanError
 from ..layers.linear import layer_class
 from ..layers.overlap import OPTIONS
 from ..shard import Shard, deal_units
-from . import plan as styles
-from .plan import ModulePlan, Region
+from . import styles
+from .module_plan import ModulePlan
+from .plan import Region
 
 
 @dataclass

@@ -11,17 +11,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from ..errors import PlanError
 from ..layers.base import held_parameters
 from ..layers.conv import local_groups
 from ..shard import Shard
 from .indices import merge_inputs, single_runs
-from .plan import InputPlan, ModulePlan, NormPlan, Region
+from .module_plan import InputPlan, ModulePlan, NormPlan
+from .plan import Region
 from .record import Call, SiteKey
-from .region_placement import LINEARS, RegionPlacement, builds_on_plain
+from .region_placement import RegionPlacement
 from .regions import FoundRegion
 from .tables import Tables
+
+LINEARS = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass
@@ -185,3 +189,12 @@ class Placement:
     def _stack(self, call: Call) -> tuple[str, ...]:
         last = self.modules[call.modules[-1]]
         return call.modules[:-1] if isinstance(last, (*LINEARS, nn.Embedding)) and len(call.modules) > 1 else call.modules
+
+
+def builds_on_plain(module: nn.Module) -> bool:
+    """Whether a module is a linear, convolution or embedding whose forward is the plain one or builds on it."""
+    plain = next((base for base in type(module).__mro__ if base in (*LINEARS, nn.Embedding)), None)
+    if plain is None:
+        return False
+    forward = type(module).forward
+    return forward is plain.forward or "super" in forward.__code__.co_names

@@ -17,8 +17,9 @@ from ..kernels.fp8_scaled import why_not_fp8
 from ..layers.fp8 import ScaledLinear, Scaling, store_weight
 from ..layers.handover import Handover, add_source, remove_source
 from ..layers.linear import ParallelLinear
-from . import plan as styles
-from .plan import ModulePlan, Plan, ProductPlan
+from . import styles
+from .module_plan import ModulePlan
+from .plan import Plan, ProductPlan
 from .specs import match_names
 
 OWN = "bf16"  # the tensors' own dtype, whatever it is

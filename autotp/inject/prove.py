@@ -22,11 +22,13 @@ from ..errors import ProofError
 from .compare import compare_gradient
 from .drawing import Drop, Parts, find_parts
 from .intercept import Interceptor, flatten, keep_state, running
-from .plan import ATTENTION_STYLES, ModulePlan, Plan
+from .module_plan import ModulePlan
+from .plan import Plan
 from .rank_run import RankRun, cut_shadow, take
 from .record import Call, Site
 from .reference import Reference
 from .shadow import Shadow
+from .styles import ATTENTION_STYLES
 from .threads import SoloGroup, ThreadGroup, ThreadRanks
 
 Rewrite = Callable[[nn.Module, Plan, TPGroup], None]

@@ -18,7 +18,9 @@ from typing import Any
 
 from torch import nn
 
-from .plan import Chain, ModulePlan, Plan, Region, fold_name
+from .describe import fold_name
+from .module_plan import ModulePlan
+from .plan import Chain, Plan, Region
 
 LEAST = 5  # lists of fewer modules are planned as they are
 KEPT = 2  # of each kind

@@ -19,7 +19,9 @@ from ..layers.handover import find_source
 from ..layers.pending import PendingSum
 from .forwards import differentiates_forward, is_as_tried
 from .plan import Fusion
-from .source import Rewrite, find_functions, place_of, rewrite_methods
+from .reach import find_functions, place_of
+from .recompile import rewrite_methods
+from .source import Rewrite
 
 
 def find_residual(name: str, module: nn.Module, norms: set[str]) -> Fusion | None:

@@ -16,7 +16,8 @@ from ..generation.engine import release
 from ..layers.base import TensorParallel_Layer, check_usable, index_parameters, mark_broken
 from ..layers.fully import refuse_dealt
 from ..shard import Cut, Shard, deal_units
-from .plan import ModulePlan, Plan
+from .module_plan import ModulePlan
+from .plan import Plan
 from .swap import rewrite_module
 from .weights import join_modules, set_data
 

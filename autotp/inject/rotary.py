@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from ..kernels.rotary import fits, rotary
 from .forwards import differentiates_forward
 from .plan import Fusion
-from .source import Rewrite, find_calls, rewrite_methods
+from .reach import find_calls
+from .recompile import rewrite_methods
+from .source import Rewrite
 from .trial import HALVES, agree, agree_loosely
 
 VARIANTS = ("half", "interleaved")

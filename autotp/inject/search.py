@@ -20,9 +20,10 @@ from ..errors import PlanError
 from .arguments import copy_arguments
 from .attributes import restore_attributes, set_attributes
 from .callsites import ShapeFix
+from .describe import fold_name
 from .intercept import Interceptor, keep_state, running
 from .placement import Placement
-from .plan import ATTENTION_STYLES, Plan, fold_name
+from .plan import Plan
 from .prove import Rewrite, leave_out
 from .rank_run import RankRun, cut_shadow
 from .reads import log_reads, sizes_in, with_sizes
@@ -32,6 +33,7 @@ from .regions import FoundRegion, _classes, _patterns
 from .shaperule import LocalRun, Noted, Seen, WholeRun, make_fixes
 from .shaperule import Place as CallPlace
 from .sites import Operands
+from .styles import ATTENTION_STYLES
 from .threads import SoloGroup
 
 Place = tuple[str, str]  # a module's name, its layer numbers as "*", and an attribute

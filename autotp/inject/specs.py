@@ -11,7 +11,8 @@ from torch import nn
 
 from ..errors import PlanError
 from ..layers.overlap import OPTIONS
-from . import plan as styles
+from . import styles
+from .describe import fold_name
 
 Spec = dict[str, Any]
 
@@ -73,7 +74,7 @@ def expand_names(model: nn.Module, specs: dict[str, Spec], source: str) -> dict[
     for key, spec in specs.items():
         matched = match_names(key, names)
         if not matched and source == "caller":
-            folded = sorted({styles.fold_name(name) for name in names})
+            folded = sorted({fold_name(name) for name in names})
             near = difflib.get_close_matches(key, folded, 3, cutoff=0.4)
             raise PlanError(
                 f"plan key {key!r} matches no module or parameter of {type(model).__name__}; nearest: {', '.join(near)}"

@@ -41,12 +41,13 @@ from ..layers.overlap import OPTIONS, set_options
 from ..layers.region import Border, Entry, install_region
 from ..layers.siblings import SiblingInput
 from ..layers.tokens import TokenStream
-from . import plan as styles
+from . import styles
 from .attributes import set_attributes
 from .callsites import apply_fixes, remove_fixes
 from .chains import find_stream, rewrite_chain
 from .forwards import Forward, find_forward, replace_forward
-from .plan import ModulePlan, Plan
+from .module_plan import ModulePlan
+from .plan import Plan
 
 Shared = Mapping[str, SiblingInput]
 COLUMN, ROW, PARTIAL = 0, 1, 2

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ..errors import PlanError, ProofError
 from ..layers.base import held_parameters
-from . import plan as styles
-from .plan import Chain, ModulePlan, Plan, TokenPlan
+from . import styles
+from .module_plan import ModulePlan, TokenPlan
+from .plan import Chain, Plan
 from .record import Call, ModuleCall, Record, bind_position
 from .reduce import Reduction, hold_chain
 from .runs import Runs

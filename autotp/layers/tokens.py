@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..collectives import collect_rows, deal_rows, enter_rows, pad_rows, scatter_rows_to_group
 from ..comm import TPGroup
@@ -38,6 +37,7 @@ from ..exchange import find_exchange
 from ..kernels.dealt import Dealt
 from ..kernels.moves import BY_SIZE, Moves
 from .draws import Draws, Frame, FrameState
+from .layouts import Layout, LayoutMemory
 from .product import watches_operations
 
 MOST_LAYOUTS = 256  # of forwards, whose description is kept
@@ -46,19 +46,6 @@ RUNNING: ContextVar[tuple[Any, ...]] = ContextVar("autotp_running", default=())
 # Of a rank's rows of one activation, below which "auto" does not deal them: in training, and where no gradient is wanted. There
 # a layer's products are done sooner than the host has queued its moves, up to 16 MiB as measured on two H200s.
 LEAST_BYTES, LEAST_BYTES_WITHOUT_GRADIENT = 1 << 20, 32 << 20
-
-
-class Layout(NamedTuple):
-    """How one forward's tokens are dealt: `lead` sizes before the columns, `rows` of them in all, `share` on each rank."""
-
-    lead: tuple[int, ...]
-    rows: int
-    share: int
-
-    @property
-    def dealt(self) -> tuple[int, ...]:
-        """The sizes before the columns of this rank's rows."""
-        return (*[1] * (len(self.lead) - 1), self.share)
 
 
 Running = tuple[Any, int, bool, Layout | None, bool]  # what a stream is again behind a module: see TokenStream.begin
@@ -128,8 +115,7 @@ class TokenStream:
         self._inside = 0  # how many of its modules are running, one in another
         self._described: dict[Any, Dealt] = {}
         self.specs: dict[str, tuple[Any, Any]] = {}  # of row linears, by their names: what each was made of, and the spec
-        self._known: dict[Any, tuple[StorageWeakRef, Layout | None]] = {}  # memory that entered modules
-        self._most = 1024
+        self._known = LayoutMemory()  # of what entered modules
         self._frame: Frame | None = None  # of what dealt rows draw
         self.gathering = ""  # the module that gathers
         self._readers: dict[str, Any] = {}  # weak: the linears that read first what a module gathered, by its name
@@ -175,7 +161,7 @@ class TokenStream:
         elif self.joined is not None and self.layout is None and tuple(x.shape[:-1]) == self.joined.dealt:
             self.layout = self.joined
         if not compiling and not again and (x.requires_grad or torch.is_grad_enabled()):
-            self._note(x)
+            self._known.note(x, self.layout)
         self._inside = outer + 1
         token = None if compiling else RUNNING.set((*RUNNING.get(), module))
         return token, outer, outer == 0 and again, before, self.keeps_whole
@@ -198,9 +184,9 @@ class TokenStream:
             )
 
     def _recall(self, part: TokenPart, x: Tensor) -> Layout | None:
-        found = self._known.get(_place(x))
-        if found is not None and not found[0].expired():
-            return found[1]
+        known, layout = self._known.find(x)
+        if known:
+            return layout
         if part.first:
             return self.choose(x)
         raise AutoTPError(
@@ -209,24 +195,13 @@ class TokenStream:
             f"sequence_parallel=False"
         )
 
-    def _note(self, x: Tensor) -> None:
-        place = _place(x)
-        known = self._known.get(place)
-        if known is None or known[0].expired():
-            self._known[place] = StorageWeakRef(x.untyped_storage()), self.layout
-        elif known[1] is not self.layout:
-            self._known[place] = known[0], self.layout
-        if len(self._known) > self._most:
-            self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
-            self._most = 2 * len(self._known) + 1024
-
     def note_output(self, output: Any) -> None:
         """After a module that ran again within backward: another one may go on from there."""
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
             map_first(output, self._note_tensor, "it")
 
     def _note_tensor(self, x: Tensor) -> Tensor:
-        self._note(x)
+        self._known.note(x, self.layout)
         return x
 
     def remember(self) -> Moment:
@@ -412,11 +387,6 @@ class TokenStream:
         finally:
             if frame is not None:
                 frame.switch(apart=True)
-
-
-def _place(x: Tensor) -> tuple[Any, ...]:
-    """The memory of `x`; micro-batches may be views of one storage."""
-    return x.untyped_storage()._cdata, x.storage_offset(), x.shape
 
 
 def map_first(output: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:

@@ -34,8 +34,8 @@ def kept(tmp_path, monkeypatch):
 @pytest.fixture
 def discoveries(monkeypatch):
     """Grows by one at each discovery."""
-    made, discover = [], rules._discover
-    monkeypatch.setattr(rules, "_discover", lambda *args: made.append(args) or discover(*args))
+    made, discover = [], rules.discover_plan
+    monkeypatch.setattr(rules, "discover_plan", lambda *args: made.append(args) or discover(*args))
     return made
 
 

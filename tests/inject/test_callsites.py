@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCau
 
 from autotp.errors import PlanError
 from autotp.inject.callsites import ShapeFix, apply_fixes, find_call_site, remove_fixes
-from autotp.inject.source import find_functions
+from autotp.inject.reach import find_functions
 from autotp.layers.base import insert_class, plain_class
 
 B, S, H, D, T = 2, 3, 4, 5, 2

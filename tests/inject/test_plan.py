@@ -11,7 +11,9 @@ from torch import nn
 import autotp
 from autotp.errors import PlanError
 from autotp.inject.callsites import ShapeFix
-from autotp.inject.plan import Chain, InputPlan, ModulePlan, NormPlan, Plan, TokenPlan, fold_name
+from autotp.inject.describe import fold_name
+from autotp.inject.module_plan import InputPlan, ModulePlan, NormPlan, TokenPlan
+from autotp.inject.plan import Chain, Plan
 from tests.models import tiny, tiny_config
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gpt_neox", "phi3"]

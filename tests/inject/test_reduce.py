@@ -96,10 +96,10 @@ def test_one_region_around_many_layers_is_kept():
 
 
 def test_regions_inside_their_layers_need_no_other(monkeypatch):
-    from autotp.inject import rules
+    from autotp.inject import find_plan
 
-    record, calls = rules.record_runs, []
-    monkeypatch.setattr(rules, "record_runs", lambda *args, **kwargs: calls.append(kwargs) or record(*args, **kwargs))
+    record, calls = find_plan.record_runs, []
+    monkeypatch.setattr(find_plan, "record_runs", lambda *args, **kwargs: calls.append(kwargs) or record(*args, **kwargs))
     make_plan(tiny("llama", num_hidden_layers=6), 2)
     assert calls == [{}]
 

@@ -10,7 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 import autotp
 from autotp.errors import PlanError
-from autotp.inject.plan import InputPlan, ModulePlan, NormPlan, Plan, Region
+from autotp.inject.module_plan import InputPlan, ModulePlan, NormPlan
+from autotp.inject.plan import Plan, Region
 from autotp.layers.base import find_group
 from autotp.shard import Cut, Shard, compress_indices
 from tests.inject.test_families import full_gradients, run_once

@@ -4,15 +4,15 @@ import gc
 
 import torch
 
-from autotp.inject import rules
+from autotp.inject import proofs, rules
 from autotp.inject.threads import young_garbage
 from tests.models import tiny
 
 
 def test_plans_are_made_in_one_thread_a_rank_and_leave_the_number_as_it_was(monkeypatch):
     seen = []
-    prove = rules.prove
-    monkeypatch.setattr(rules, "prove", lambda *args: seen.append(torch.get_num_threads()) or prove(*args))
+    prove = proofs.prove
+    monkeypatch.setattr(proofs, "prove", lambda *args: seen.append(torch.get_num_threads()) or prove(*args))
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

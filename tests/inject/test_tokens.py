@@ -11,7 +11,7 @@ from shrink import tiny_model
 
 import autotp
 from autotp.errors import AutoTPError, PlanError, ProofError
-from autotp.inject.plan import TokenPlan
+from autotp.inject.module_plan import TokenPlan
 from autotp.layers.token_modules import TokenModule
 from tests.models import batch, tiny, tiny_config
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import autotp
-from autotp.inject.plan import InputPlan
-from autotp.layers import linear, product, region
+from autotp.inject.module_plan import InputPlan
+from autotp.layers import linear_product, product, region
 from autotp.layers.base import find_group, sharded_modules
 from tests.layers.regions import HEADS, Net, plan_of
 
@@ -283,15 +283,15 @@ def wrong_gradients(group, late, changed, changes, copies):
         modules = tuple(replace(m, **changes) if m.name == changed else m for m in plan.modules)
         assert modules != plan.modules
         plan = replace(plan, modules=modules)
-    real = region.sum_copies, linear.sum_copies, product.sum_over_holders
+    real = region.sum_copies, linear_product.sum_copies, product.sum_over_holders
     if copies:
-        region.sum_copies = linear.sum_copies = product.sum_over_holders = lambda x, *args, **kwargs: x
+        region.sum_copies = linear_product.sum_copies = product.sum_over_holders = lambda x, *args, **kwargs: x
     try:
         mine = autotp.parallelize(copy.deepcopy(whole), group, plan=plan)
         got, want = step(mine), step(whole)
         torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-5)
     finally:
-        region.sum_copies, linear.sum_copies, product.sum_over_holders = real
+        region.sum_copies, linear_product.sum_copies, product.sum_over_holders = real
     wrong = [] if torch.allclose(got[1], want[1], rtol=1e-3, atol=1e-3) else ["x"]
     for name, parameter in mine.named_parameters():
         path, _, own = name.rpartition(".")

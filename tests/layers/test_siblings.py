@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import autotp
 from autotp.comm import TPGroup
-from autotp.inject.plan import ModulePlan, Plan, Region
+from autotp.inject.module_plan import ModulePlan
+from autotp.inject.plan import Plan, Region
 from autotp.layers.siblings import SiblingInput
 from autotp.shard import Shard
 from tests.models import tiny

@@ -5,7 +5,8 @@ import torch
 
 from autotp.errors import PlanError
 from autotp.inject.threads import SoloGroup
-from autotp.layers.tokens import LEAST_BYTES, LEAST_BYTES_WITHOUT_GRADIENT, Layout, TokenStream, map_first
+from autotp.layers.layouts import Layout
+from autotp.layers.tokens import LEAST_BYTES, LEAST_BYTES_WITHOUT_GRADIENT, TokenStream, map_first
 
 # Columns of float32 of which 8 rows are what "auto" wants on a rank: in training, and where no gradient is wanted.
 WIDE, WIDER = LEAST_BYTES // 4 // 8, LEAST_BYTES_WITHOUT_GRADIENT // 4 // 8
