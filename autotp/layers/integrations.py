@@ -47,6 +47,7 @@ def install_integrations(save: Save | None, resize: Resize | None = None) -> Non
     replace(Accelerator, "_prepare_tp", data_axis.wrap_prepare_tp)
     replace(Accelerator, "prepare_model", data_axis.wrap_prepare_model)
     replace(Accelerator, "prepare_data_loader", data_axis.wrap_prepare_loader)
+    replace(Accelerator, "prepare_scheduler", data_axis.wrap_prepare_scheduler)
     replace(Accelerator, "gather", data_axis.wrap_gather)
     replace(Accelerator, "gather_for_metrics", data_axis.wrap_gather_for_metrics)
     replace(Accelerator, "save_state", _wrap_save_state)
