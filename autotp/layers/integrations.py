@@ -153,7 +153,7 @@ def _wrap_num_parameters(original: Callable) -> Callable:
                 parameter = layer._parameters.get(name)
                 counted = parameter is not None and id(parameter) not in seen and (parameter.requires_grad or not only_trainable)
                 if parameter is not None and counted and not (exclude_embeddings and isinstance(layer, nn.Embedding)):
-                    elsewhere += prod(shard.shape) - parameter.numel()
+                    elsewhere += prod(shard.shape) - prod(shard.local_shape(layer.tp.tp_rank))  # not numel: it may be packed
                 seen.add(id(parameter))
         return original(self, only_trainable, exclude_embeddings) + elsewhere
 
