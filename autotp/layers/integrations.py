@@ -23,7 +23,7 @@ from .base import sharded_modules
 from .data_axis import count_copies, find_prepared, find_spread
 from .fused_head import wrap_trl
 from .peft_wraps import install_peft
-from .rank_state import check_rank_state, load_rank_state, save_rank_state, share_random_state
+from .rank_state import check_rank_state, load_rank_state, own_loading, save_rank_state, share_random_state
 from .stream import full_state_dict, gather_state, map_sharded
 from .when_imported import when_imported
 
@@ -223,11 +223,12 @@ def _wrap_trainer_save_optimizer(original: Callable) -> Callable:
 
 def _wrap_trainer_load_optimizer(original: Callable) -> Callable:
     def load_optimizer_and_scheduler(self, checkpoint) -> None:
-        if checkpoint is not None:
-            check_rank_state(find_spread(self.model), checkpoint)
-        original(self, checkpoint)
-        if checkpoint is not None:
-            load_rank_state(find_spread(self.model), [self.optimizer], checkpoint)
+        if checkpoint is None:
+            return original(self, checkpoint)
+        check_rank_state(find_spread(self.model), checkpoint)
+        with own_loading([self.optimizer], checkpoint):
+            original(self, checkpoint)
+        load_rank_state(find_spread(self.model), [self.optimizer], checkpoint)
 
     return load_optimizer_and_scheduler
 
@@ -271,11 +272,12 @@ def _wrap_load_state(original: Callable) -> Callable:
         group = find_prepared(self)
         if group is not None and input_dir is None:
             raise AutoTPError("load_state needs the directory's name for a parallelized model: pass input_dir")
-        if input_dir is not None:
-            check_rank_state(group, input_dir, len(self._optimizers))
-        original(self, input_dir, *args, **kwargs)
-        if input_dir is not None:
-            load_rank_state(group, self._optimizers, input_dir)
+        if input_dir is None:
+            return original(self, input_dir, *args, **kwargs)
+        check_rank_state(group, input_dir, len(self._optimizers))
+        with own_loading(self._optimizers, input_dir):
+            original(self, input_dir, *args, **kwargs)
+        load_rank_state(group, self._optimizers, input_dir)
         if group is not None:
             share_random_state(group, input_dir)
 
