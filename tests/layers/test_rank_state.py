@@ -174,3 +174,18 @@ def test_what_cannot_go_on_is_named(tmp_path):
         with pytest.raises(CheckpointError, match=text):
             load_rank_state(None, [optimizer], tmp_path)
         assert optimizer.state_dict()["state"][0]["exp_avg"] is before
+
+
+def test_a_format_of_the_optimizers_own_is_named(tmp_path):
+    """bitsandbytes keeps 8-bit moments, scales and maps in a nest of each parameter."""
+    bnb = pytest.importorskip("bitsandbytes")
+    model = torch.nn.Linear(64, 128, bias=False)
+    optimizer = bnb.optim.AdamW8bit(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    for rank in range(2):
+        write(tmp_path, rank, 2, {**optimizer.state_dict(), SHARDS: [Shard.even((256, 64), 0, 2).to_json()]})
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(CheckpointError, match=r"in AdamW8bit's own format, .*: resume on the 2 rank\(s\)"):
+        load_rank_state(None, [optimizer], tmp_path)
+    assert str(optimizer.state_dict()) == str(before)
