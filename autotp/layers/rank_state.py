@@ -156,7 +156,7 @@ def cut_state(parts: list[dict], saved: list[Any], optimizer: Optimizer, rank: i
             if isinstance(value, dict) and (before is not None or now[number] is not None):
                 kind = type(getattr(optimizer, "optimizer", optimizer)).__name__  # accelerate's holds the real one
                 raise CheckpointError(
-                    f"state '{key}' of parameter {number} in {directory} is in {kind}'s own format, which can't be cut or joined: "
+                    f"state '{key}' of parameter {number} in {directory} is in {kind}'s own format, which can't be cut anew: "
                     f"resume on the {len(parts)} rank(s) it was saved on, or train with an optimizer that keeps plain tensors"
                 )
             if isinstance(value, Tensor) and value.ndim:
