@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from transformers import BitsAndBytesConfig, TorchAoConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer
@@ -159,9 +160,26 @@ def choose_linears(model: Any, shards: Mapping[str, Shard], quantiser: Quantiser
         warnings.warn(
             f"{len(left)} linears stay as they are, as their kind has no quantised form: {', '.join(left[:4])}", stacklevel=2
         )
+    if stacked := list_stacked(model, skipped):
+        warnings.warn(
+            f"{len(stacked)} stacks of experts' weights stay as they are, as they are no linears: {', '.join(stacked[:4])}",
+            stacklevel=2,
+        )
     if quantiser.group_size:
         _check_groups(model, shards, quantiser.group_size, chosen)
     return chosen
+
+
+def list_stacked(model: nn.Module, skipped: list[str] | None) -> list[str]:
+    """The names of matrices that lie stacked in one Parameter, as those of experts do, but for what was asked to stay."""
+    return [
+        full_name
+        for module_name, module in model.named_modules()
+        if not isinstance(module, _ConvNd) and should_convert_module(module_name, skipped)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3 and min(parameter.shape) > 1
+        if should_convert_module(full_name := f"{module_name}.{name}".lstrip("."), skipped)
+    ]
 
 
 def _check_groups(model: nn.Module, shards: Mapping[str, Shard], size: int, names: Iterable[str]) -> None:

@@ -205,3 +205,47 @@ def wrap_gather_for_metrics(original: Callable) -> Callable:
         return every[:rest] if rest > 0 else every
 
     return gather_for_metrics
+
+
+class CopiesScheduler:
+    """Before AcceleratedScheduler, which steps once for each process: the ranks of one model have one batch between them.
+
+    Attributes:
+        accelerator: the one that prepared it, which knows the model by the time of the first step.
+    """
+
+    accelerator: Any
+    scheduler: Any
+    optimizers: Any
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        group = find_prepared(self.accelerator)
+        linked: Any = self
+        if group is None or not linked.step_with_optimizer or linked.split_batches or not linked.gradient_state.sync_gradients:
+            return super().step(*args, **kwargs)  # type: ignore[misc]
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return None
+        for _ in range(count_copies(group, self.accelerator.num_processes, "accelerate")):
+            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", self.scheduler._step_count):
+                self.scheduler.step(*args, **kwargs)
+        return None
+
+
+@functools.cache
+def _make_scheduler(cls: type) -> type:
+    return type(cls.__name__, (CopiesScheduler, cls), {"__module__": cls.__module__})
+
+
+def wrap_prepare_scheduler(original: Callable) -> Callable:
+    """Learning rates go on as fast as an unsharded run's of as many copies."""
+
+    def prepare_scheduler(self, scheduler) -> Any:
+        from accelerate.scheduler import AcceleratedScheduler
+
+        config, prepared = self.parallelism_config, original(self, scheduler)
+        if type(prepared) is AcceleratedScheduler and config is not None and config.tp_enabled:
+            prepared.__class__ = _make_scheduler(AcceleratedScheduler)
+            prepared.accelerator = self
+        return prepared
+
+    return prepare_scheduler

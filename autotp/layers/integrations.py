@@ -23,7 +23,7 @@ from .base import sharded_modules
 from .data_axis import count_copies, find_prepared, find_spread
 from .fused_head import wrap_trl
 from .peft_wraps import install_peft
-from .rank_state import check_rank_state, load_rank_state, save_rank_state, share_random_state
+from .rank_state import check_rank_state, load_rank_state, own_loading, save_rank_state, share_random_state
 from .stream import full_state_dict, gather_state, map_sharded
 from .when_imported import when_imported
 
@@ -47,6 +47,7 @@ def install_integrations(save: Save | None, resize: Resize | None = None) -> Non
     replace(Accelerator, "_prepare_tp", data_axis.wrap_prepare_tp)
     replace(Accelerator, "prepare_model", data_axis.wrap_prepare_model)
     replace(Accelerator, "prepare_data_loader", data_axis.wrap_prepare_loader)
+    replace(Accelerator, "prepare_scheduler", data_axis.wrap_prepare_scheduler)
     replace(Accelerator, "gather", data_axis.wrap_gather)
     replace(Accelerator, "gather_for_metrics", data_axis.wrap_gather_for_metrics)
     replace(Accelerator, "save_state", _wrap_save_state)
@@ -152,7 +153,7 @@ def _wrap_num_parameters(original: Callable) -> Callable:
                 parameter = layer._parameters.get(name)
                 counted = parameter is not None and id(parameter) not in seen and (parameter.requires_grad or not only_trainable)
                 if parameter is not None and counted and not (exclude_embeddings and isinstance(layer, nn.Embedding)):
-                    elsewhere += prod(shard.shape) - parameter.numel()
+                    elsewhere += prod(shard.shape) - prod(shard.local_shape(layer.tp.tp_rank))  # not numel: it may be packed
                 seen.add(id(parameter))
         return original(self, only_trainable, exclude_embeddings) + elsewhere
 
@@ -222,11 +223,12 @@ def _wrap_trainer_save_optimizer(original: Callable) -> Callable:
 
 def _wrap_trainer_load_optimizer(original: Callable) -> Callable:
     def load_optimizer_and_scheduler(self, checkpoint) -> None:
-        if checkpoint is not None:
-            check_rank_state(find_spread(self.model), checkpoint)
-        original(self, checkpoint)
-        if checkpoint is not None:
-            load_rank_state(find_spread(self.model), [self.optimizer], checkpoint)
+        if checkpoint is None:
+            return original(self, checkpoint)
+        check_rank_state(find_spread(self.model), checkpoint)
+        with own_loading([self.optimizer], checkpoint):
+            original(self, checkpoint)
+        load_rank_state(find_spread(self.model), [self.optimizer], checkpoint)
 
     return load_optimizer_and_scheduler
 
@@ -270,11 +272,12 @@ def _wrap_load_state(original: Callable) -> Callable:
         group = find_prepared(self)
         if group is not None and input_dir is None:
             raise AutoTPError("load_state needs the directory's name for a parallelized model: pass input_dir")
-        if input_dir is not None:
-            check_rank_state(group, input_dir, len(self._optimizers))
-        original(self, input_dir, *args, **kwargs)
-        if input_dir is not None:
-            load_rank_state(group, self._optimizers, input_dir)
+        if input_dir is None:
+            return original(self, input_dir, *args, **kwargs)
+        check_rank_state(group, input_dir, len(self._optimizers))
+        with own_loading(self._optimizers, input_dir):
+            original(self, input_dir, *args, **kwargs)
+        load_rank_state(group, self._optimizers, input_dir)
         if group is not None:
             share_random_state(group, input_dir)
 

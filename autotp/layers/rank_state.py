@@ -1,6 +1,8 @@
 """Optimizer state beside a library's own checkpoint: a file a rank, which says of what parts it is, so that any number goes on.
 
-Trainer and accelerate write one optimizer file, rank 0's, and load it on every rank. Beside it each rank writes
+Trainer and accelerate write one optimizer file, rank 0's, and load it on every rank. An unsharded run that knows nothing of
+autotp would take that part for the whole, and fused optimizers write behind its end; so it is replaced by one that no optimizer
+takes. Beside it each rank writes
 `optimizer_{number}.tp{rank}-of-{size}.pt`: its `state_dict`, and under `autotp_shards` the Shard of each parameter as JSON, None
 for a whole one. On as many ranks each reads its own. On others, or in an unsharded run, the parts are joined and cut anew; a
 checkpoint without such files was written by an unsharded run.
@@ -10,6 +12,8 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from ..shard import Shard
 from .base import holder_of
 
 SHARDS = "autotp_shards"
+NOTE = "the state lies in the files of ranks beside this one: go on with a model of autotp.parallelize, on any number of ranks"
 NAME = re.compile(r"optimizer_(\d+)\.tp(\d+)-of-(\d+)\.pt")  # number, rank, ranks
 
 
@@ -40,6 +45,9 @@ def save_rank_state(group: TPGroup | None, optimizers: list[Optimizer], director
         shards = [None if shard is None else shard.to_json() for shard in find_shards(optimizer)]
         state = {**optimizer.state_dict(), SHARDS: shards}
         torch.save(state, _rank_file(Path(directory), number, group.tp_rank, group.tp_size))  # type: ignore[union-attr]
+        if rank == 0 and any(shards):
+            for path in _library_files(Path(directory), number):
+                torch.save({"state": {}, "param_groups": [], "autotp": NOTE}, path)
 
 
 def check_rank_state(group: TPGroup | None, directory: Any, optimizers: int = 1) -> None:
@@ -59,6 +67,19 @@ def check_rank_state(group: TPGroup | None, directory: Any, optimizers: int = 1)
                 f"{path} was written on {saved} ranks by an autotp that did not note what its parts are, and this model is on "
                 f"{size}: resume it on {saved} ranks, save there, and go on from that on any number"
             )
+
+
+@contextmanager
+def own_loading(optimizers: list[Optimizer], directory: Any) -> Iterator[None]:
+    """Inside it a library's loading leaves alone the optimizers of which there are files of ranks."""
+    held = [each for number, each in enumerate(optimizers) if any(Path(directory).glob(f"optimizer_{number}.tp*-of-*.pt"))]
+    for optimizer in held:
+        optimizer.load_state_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for optimizer in held:
+            del optimizer.load_state_dict
 
 
 def load_rank_state(group: TPGroup | None, optimizers: list[Optimizer], directory: Any) -> None:
@@ -132,6 +153,12 @@ def cut_state(parts: list[dict], saved: list[Any], optimizer: Optimizer, rank: i
         shape = tuple(parameters[number].shape) if now[number] is None else now[number].shape
         state[number] = {}
         for key, value in values.items():
+            if isinstance(value, dict) and (before is not None or now[number] is not None):
+                kind = type(getattr(optimizer, "optimizer", optimizer)).__name__  # accelerate's holds the real one
+                raise CheckpointError(
+                    f"state '{key}' of parameter {number} in {directory} is in {kind}'s own format, which can't be cut anew: "
+                    f"resume on the {len(parts)} rank(s) it was saved on, or train with an optimizer that keeps plain tensors"
+                )
             if isinstance(value, Tensor) and value.ndim:
                 pieces = [part["state"][number][key] for part in parts]
                 whole = pieces[0] if before is None else _join(before, pieces)
@@ -169,6 +196,12 @@ def _join(shard: Shard, pieces: list[Tensor]) -> Tensor | None:
 
 def _read(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def _library_files(directory: Path, number: int) -> list[Path]:
+    """What Trainer, and accelerate, wrote of the optimizer `number`."""
+    names = ("optimizer.pt", "optimizer.bin") if number == 0 else (f"optimizer_{number}.bin",)
+    return [path for name in names if (path := directory / name).is_file()]
 
 
 def _rank_file(directory: Path, number: int, rank: int, size: int) -> Path:

@@ -288,6 +288,37 @@ def test_what_does_not_fit_is_refused(ranks, saved):
     ranks.run(run_refuses, saved)
 
 
+def run_counts(group, path, kind):
+    """As transformers counts the unsharded model, however a format packs its values."""
+    whole, model = AutoModelForCausalLM.from_pretrained(path, quantization_config=make_config(kind)), read(path, group, kind)
+    for options in ({}, {"only_trainable": True}, {"exclude_embeddings": True}):
+        assert model.num_parameters(**options) == whole.num_parameters(**options)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "torchao int8"])
+def test_parameters_are_counted(ranks, saved, kind):
+    need(kind)
+    ranks.run(run_counts, saved, kind)
+
+
+def run_says(group):
+    """Experts that are stacked in one Parameter are no linears; what was asked to stay is not told."""
+    model = autotp.parallelize(tiny("mixtral", num_local_experts=4), group)
+    for config, told in ((make_config("nf4"), True), (make_config("nf4", llm_int8_skip_modules=["experts", "lm_head"]), False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            autotp.quantize(model, config)
+        text = "4 stacks of experts' weights stay as they are, as they are no linears: model.layers.0.mlp.experts.gate_up_proj"
+        assert any(text in str(each.message) for each in caught) is told
+        assert not any("experts" in name for name in packed_of(model))
+        autotp.dequantize(model)
+
+
+def test_stacked_experts_are_told(ranks):
+    need("nf4")
+    ranks.run(run_says)
+
+
 def run_needs_gradients(group, path):
     """A format that gives its input no gradient is refused where layers below would not train; it runs without."""
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig

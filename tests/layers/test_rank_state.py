@@ -16,6 +16,7 @@ from autotp.layers.rank_state import (
     find_shards,
     find_size,
     load_rank_state,
+    own_loading,
     save_rank_state,
     share_random_state,
 )
@@ -121,6 +122,32 @@ def test_ranks_draw_alike_after_another_number_of_ranks(ranks, tmp_path):
     ranks.run(check_numbers, tmp_path)
 
 
+def save_beside(group, directory):
+    """Files as a library wrote them; what is read on then is the ranks' own, and nothing of the library's reaches them."""
+    model = autotp.parallelize(tiny("qwen3", num_key_value_heads=2), group)
+    optimizer, tp = take_step(model, "adamw"), model.autotp_group
+    names = ("optimizer.pt", "optimizer.bin")
+    for name in names if tp.tp_rank == 0 else ():
+        torch.save(optimizer.state_dict(), directory / name)
+    save_rank_state(tp, [optimizer], directory, tp.tp_rank)
+    tp.gather_objects(None)
+    for name in names:
+        state = torch.load(directory / name, weights_only=True)
+        assert "autotp.parallelize" in state["autotp"]
+        with pytest.raises(ValueError, match="different number of parameter groups"):
+            optimizer.load_state_dict(state)
+        before = optimizer.state_dict()["state"][0]["exp_avg"]
+        with own_loading([optimizer], directory):
+            optimizer.load_state_dict(state)
+        assert optimizer.state_dict()["state"][0]["exp_avg"] is before
+        load_rank_state(tp, [optimizer], directory)
+    compare(optimizer, "adamw", tp.tp_rank)
+
+
+def test_a_part_is_taken_for_the_whole_by_no_optimizer(ranks, tmp_path):
+    ranks.run(save_beside, tmp_path)
+
+
 def write(directory, rank, size, state):
     torch.save(state, directory / f"optimizer_0.tp{rank}-of-{size}.pt")
 
@@ -147,3 +174,18 @@ def test_what_cannot_go_on_is_named(tmp_path):
         with pytest.raises(CheckpointError, match=text):
             load_rank_state(None, [optimizer], tmp_path)
         assert optimizer.state_dict()["state"][0]["exp_avg"] is before
+
+
+def test_a_format_of_the_optimizers_own_is_named(tmp_path):
+    """bitsandbytes keeps 8-bit moments, scales and maps in a nest of each parameter."""
+    bnb = pytest.importorskip("bitsandbytes")
+    model = torch.nn.Linear(64, 128, bias=False)
+    optimizer = bnb.optim.AdamW8bit(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    for rank in range(2):
+        write(tmp_path, rank, 2, {**optimizer.state_dict(), SHARDS: [Shard.even((256, 64), 0, 2).to_json()]})
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(CheckpointError, match=r"in AdamW8bit's own format, .*: resume on the 2 rank\(s\)"):
+        load_rank_state(None, [optimizer], tmp_path)
+    assert str(optimizer.state_dict()) == str(before)

@@ -381,17 +381,53 @@ def run_copies(directory, parallelize):
     forget(accelerator)
 
 
+def run_schedules(directory, parallelize):
+    """Learning rates move once for each copy's batch, as accelerate's do unsharded, and not while gradients accumulate."""
+    from accelerate import Accelerator, ParallelismConfig
+    from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+    copies, kinds = dist.get_world_size() // 2, {}
+    kinds["one cycle"] = lambda optimizer: OneCycleLR(optimizer, 1e-2, total_steps=4 * copies)  # raises behind its end
+    kinds["halves"] = lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step)
+    for linked in (True, False):
+        config = ParallelismConfig(tp_size=2, dp_shard_size=copies)
+        options = dict(gradient_accumulation_steps=2, step_scheduler_with_optimizer=linked)
+        accelerator = Accelerator(cpu=True, parallelism_config=config, **options)
+        model, other = parallelize(build()), torch.nn.Linear(1, 1)
+        for make in kinds.values():
+            optimizer, reference = (torch.optim.SGD(each.parameters(), lr=1.0) for each in (model, other))
+            expected = make(reference)
+            scheduler = accelerator.prepare(make(optimizer))  # before the model, as some scripts do
+            prepared, optimizer = accelerator.prepare(model, optimizer)
+            for turn in range(4):
+                with accelerator.accumulate(prepared):
+                    accelerator.backward(prepared(**row(0)).loss)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                for _ in range((copies if turn % 2 else 0) if linked else 1):
+                    expected.step()
+                assert scheduler.get_last_lr() == expected.get_last_lr()
+            accelerator._schedulers[0].load_state_dict(scheduler.state_dict())
+            accelerator.free_memory()
+        forget(accelerator)
+
+
+def row(number):
+    return {name: value[None] for name, value in make_data()[number].items()}
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(range(8))
 
 
 def test_accelerate_trains_copies_and_counts_samples_once(tmp_path):
-    launch("copies,saves", tmp_path, 4)
+    launch("copies,saves,schedules", tmp_path, 4)
 
 
 def test_accelerate_names_misuse_and_equals_the_unsharded_run(tmp_path):
-    launch("misuse,copies,saves,accelerate", tmp_path, 2)
+    launch("misuse,copies,saves,schedules,accelerate", tmp_path, 2)
     assert_same_weights(tmp_path / "final", tmp_path / "idiom", 0)
     assert "distributed_config" not in (tmp_path / "final" / "config.json").read_text()
     from safetensors.torch import load_file
@@ -408,6 +444,7 @@ SCENARIOS = {
     "copies": run_copies,
     "accelerate": run_accelerate,
     "saves": run_saves,
+    "schedules": run_schedules,
 }
 
 

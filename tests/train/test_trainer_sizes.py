@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 from packaging.version import Version
 
-from tests.jobs import run_job
+from tests.jobs import JobError, run_job
 from tests.train.test_trainer import assert_same_weights, build, choose_arguments, make_data
 
 NEW = Version(transformers.__version__) >= Version("5.24")  # older ones load no optimizer state on several CPU ranks
@@ -49,6 +49,8 @@ def test_a_checkpoint_goes_on_at_another_tp_size(tmp_path):
     for name, origin, size, tp in runs:
         launch("train", tmp_path / name, size, tp, origin / "checkpoint-1")
         assert_same_weights(origin / "final", tmp_path / name / "final")
+    with pytest.raises(JobError, match="different number of parameter groups"):  # a script that never imports autotp
+        launch("train", tmp_path / "unaware", 0, 0, two / "checkpoint-1")
 
 
 def evaluate(model, directory, rows):
