@@ -32,6 +32,7 @@ from .triton_fp8 import (
 from .triton_gated import _gate
 from .triton_launch import Remembered, address_rows, ceil_div, count_processors, on_own_device
 from .triton_norm import _flat, _normalise, tile_rows
+from .zeros import zeros
 
 PROGRAMS_PER_PROCESSOR = 3  # of a norm that looks for the largest of each column: the fewer, the less they add up at the end
 BLOCK_WARPS = 16  # of a gate's tile that becomes both operands
@@ -190,7 +191,7 @@ def _make_bits(
     """
     kinds: Any = dict(dtype=torch.int32, device=device)
     if wish.scaling == "tensorwise":
-        return torch.zeros((), **kinds), None, None
+        return zeros.take(device), None, None
     if wish.scaling == "blockwise":
         return None, None, None
     sizes = rows if every_row or wish.cut_rows else 0, columns if wish.turned else 0

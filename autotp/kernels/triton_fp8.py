@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .fp8_scaled import BLOCK, LEAST_AMAX, LIMITS, Bits, Operands, Quantised, Share, padded
 from .triton_launch import Remembered, ceil_div, on_own_device
+from .zeros import zeros
 
 TILES = {"tensorwise": (128, 64), "rowwise": (128, 64), "blockwise": (BLOCK, BLOCK), "squares": (BLOCK, BLOCK)}
 WARPS = 8
@@ -211,9 +212,8 @@ def quantise(
     empty: Any = dict(device=x.device)
     values = torch.empty(m, n, dtype=dtype, **empty) if rows else None
     turned = torch.empty(n, p, dtype=dtype, **empty) if columns else None
-    scale, turned_scale = _empty_scale(scaling, m, n, x.device), _empty_scale(scaling, n, p, x.device)
-    if scaling == "tensorwise":
-        turned_scale = scale
+    scale = _empty_scale(scaling, m, n, x.device)
+    turned_scale = scale if scaling == "tensorwise" else _empty_scale(scaling, n, p, x.device)
     steps = (m, n) if scaling == "blockwise" else (scale.stride(-1), turned_scale.stride(-1)) if scaling == "squares" else (0, 0)
     grid = (ceil_div(p if columns else m, height) * ceil_div(n, width),)
     _cast[grid](
@@ -234,7 +234,7 @@ def _find_missing(x: Tensor, scaling: str, rows: bool, columns: bool, known: Bit
     if scaling == "tensorwise":
         whole = known[0]
         if whole is None:
-            whole = torch.zeros((), dtype=torch.int32, device=x.device)
+            whole = zeros.take(x.device)
             _find_amax[grid](x, whole, None, None, m, n, *steps, **tile)
         return whole, None
     of_rows, of_cols = known[0] if rows else None, known[1] if columns else None
