@@ -17,11 +17,11 @@ from torch import Tensor
 from .begun import Begun, Wish
 from .fp8_scaled import BLOCK, LIMITS, Quantised, padded
 from .triton_fp8 import (
+    INTERPRETS,
     TILES,
     WARPS,
     _count,
     _empty_scale,
-    _interprets,
     _keep_largest,
     _limit_to,
     _round,
@@ -30,8 +30,9 @@ from .triton_fp8 import (
     _store_turned,
 )
 from .triton_gated import _gate
-from .triton_launch import address_rows, count_processors, on_own_device
+from .triton_launch import Remembered, address_rows, ceil_div, count_processors, on_own_device
 from .triton_norm import _flat, _normalise, tile_rows
+from .zeros import zeros
 
 PROGRAMS_PER_PROCESSOR = 3  # of a norm that looks for the largest of each column: the fewer, the less they add up at the end
 BLOCK_WARPS = 16  # of a gate's tile that becomes both operands
@@ -39,6 +40,7 @@ E4M3 = torch.float8_e4m3fn
 LIMIT = LIMITS[E4M3]
 
 
+@Remembered
 @triton.jit(do_not_specialize=["M"])
 def _norm_begun(
     x, residual, weight, bias, y, total, rstd, mean, whole, of_rows, of_cols, values, scale, bad,
@@ -93,6 +95,7 @@ def _norm_begun(
         tl.atomic_max(of_cols + cols, largest, mask=cols < N)
 
 
+@Remembered
 @triton.jit(do_not_specialize=["M"])
 def _gated_begun(
     gate, up, y, whole, of_rows, of_cols, values, turned, scale, turned_scale, bad, M, N, P, gate_step, up_step,
@@ -141,7 +144,7 @@ def norm_begun(
     operand = None
     if wish.scaling == "blockwise" or (wish.scaling == "rowwise" and not wish.cut_rows):
         operand = _empty_operand(wish.scaling, count, width, x.device)
-    programs = triton.cdiv(count, rows)
+    programs = ceil_div(count, rows)
     if of_cols is not None:
         programs = min(programs, PROGRAMS_PER_PROCESSOR * count_processors(x.device))
     _norm_begun[(programs,)](
@@ -149,7 +152,7 @@ def norm_begun(
         whole, of_rows, of_cols, *_parts(operand), wish.bad,
         count, width, inner, outer_step, inner_step, step, eps,
         KIND=kind, GROUP=min(block, BLOCK) if wish.scaling == "blockwise" else block, LIMIT=LIMIT,
-        ROWS=rows, BLOCK=block, ROUND=_interprets(), num_warps=warps,
+        ROWS=rows, BLOCK=block, ROUND=INTERPRETS, num_warps=warps,
     )  # fmt: skip
     wish.begun = Begun(operand, None, of_rows if whole is None else whole, of_cols)
     return y, rstd, mean, x if total is None else total
@@ -169,9 +172,9 @@ def gated_begun(gate: Tensor, up: Tensor, activation: str, wish: Wish) -> Tensor
     turned = _empty_operand(wish.scaling, width, depth, y.device) if blockwise and wish.turned else None
     height, columns = TILES[wish.scaling]
     (values, scale), (turned_values, turned_scale) = _parts(rows), _parts(turned)
-    _gated_begun[(triton.cdiv(count if turned is None else depth, height) * triton.cdiv(width, columns),)](
+    _gated_begun[(ceil_div(count if turned is None else depth, height) * ceil_div(width, columns),)](
         gate, up, y, *bits, values, turned_values, scale, turned_scale, wish.bad, count, width, depth, gate_step, up_step,
-        ACTIVATION=activation, LIMIT=LIMIT, ROWS=height, COLS=columns, ROUND=_interprets(),
+        ACTIVATION=activation, LIMIT=LIMIT, ROWS=height, COLS=columns, ROUND=INTERPRETS,
         num_warps=BLOCK_WARPS if blockwise else WARPS,
     )  # fmt: skip
     wish.begun = Begun(rows, turned, bits[1] if bits[0] is None else bits[0], bits[2])
@@ -188,7 +191,7 @@ def _make_bits(
     """
     kinds: Any = dict(dtype=torch.int32, device=device)
     if wish.scaling == "tensorwise":
-        return torch.zeros((), **kinds), None, None
+        return zeros.take(device), None, None
     if wish.scaling == "blockwise":
         return None, None, None
     sizes = rows if every_row or wish.cut_rows else 0, columns if wish.turned else 0

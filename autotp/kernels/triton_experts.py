@@ -12,7 +12,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from .triton_gated import _activate
-from .triton_launch import address_rows, ceil_power, on_own_device
+from .triton_launch import address_rows, ceil_div, ceil_power, on_own_device
 
 SLOTS = 1024  # that a program of _route_tokens looks at in one step
 COLUMNS = 2048  # that a program of the others holds
@@ -199,4 +199,4 @@ def _columns(h: Tensor, layout: str) -> tuple[int, int, int, int]:
 def _tile(rows: int, width: int) -> tuple[tuple[int, int], int, int]:
     """(grid, columns of a program, warps): 8 columns a thread, 16 bytes of bfloat16."""
     block = min(COLUMNS, ceil_power(width))
-    return (rows, triton.cdiv(width, block)), block, max(1, block // 256)
+    return (rows, ceil_div(width, block)), block, max(1, block // 256)

@@ -19,7 +19,7 @@ from torch import Tensor
 from .dispatch import MOST_ELEMENTWISE
 from .triton_early import early, start_next, wait_for_previous
 from .triton_gated import _activate
-from .triton_launch import on_own_device
+from .triton_launch import ceil_div, on_own_device
 
 MOST_DOT_ROWS = 2  # rows of x that are multiplied without the matrix units, but in float32
 
@@ -191,7 +191,7 @@ def linear_few(
     m, n = rows.shape[0], w.shape[0] // (2 if activation else 1)
     y = torch.empty((*lead, n), dtype=x.dtype, device=x.device)
     tile = tile or choose_tile(m, n, k, bool(activation), x.dtype, scale is not None)
-    grid, whole = (triton.cdiv(n, tile.rows),), k % tile.block == 0
+    grid, whole = (ceil_div(n, tile.rows),), k % tile.block == 0
     if is_elementwise(m, x.dtype):
         _dot_rows[grid](
             rows, w, bias, scale, y, n, rows.stride(0), w.stride(0), K=k, M=m, ACTIVATION=activation,

@@ -17,10 +17,12 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from .fp8_scaled import BLOCK, LEAST_AMAX, LIMITS, Bits, Operands, Quantised, Share, padded
-from .triton_launch import on_own_device
+from .triton_launch import Remembered, ceil_div, on_own_device
+from .zeros import zeros
 
 TILES = {"tensorwise": (128, 64), "rowwise": (128, 64), "blockwise": (BLOCK, BLOCK), "squares": (BLOCK, BLOCK)}
 WARPS = 8
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"  # as the decorators below read it
 NOT_FINITE = tl.constexpr(0x7F800000)
 LEAST = tl.constexpr(LEAST_AMAX)
 
@@ -99,6 +101,7 @@ def _store_turned(v, bits, first, turned, scale, places, inside, scale_inside, b
     tl.store(turned + places, tl.trans(_round(v, factor, LIMIT, turned.dtype.element_ty, ROUND)), mask=inside)
 
 
+@Remembered
 @triton.jit(do_not_specialize=["M"])
 def _find_amax(
     x, whole, of_rows, of_cols, M, N, row_step, col_step, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -110,6 +113,7 @@ def _find_amax(
     _keep_largest(_size_bits(_load(x, rows, cols, M, N, row_step, col_step)), whole, of_rows, of_cols, rows, cols, M, N)
 
 
+@Remembered
 @triton.jit(do_not_specialize=["M"])
 def _cast(
     x, row_amax, col_amax, values, turned, scale, turned_scale, bad, M, N, P, row_step, col_step, scale_step, turned_step,
@@ -166,6 +170,7 @@ def _cast(
             _store_turned(v, bits, first, turned, place, turned_places, turned_inside, cols < N, bad, LIMIT, ROUND)
 
 
+@Remembered
 @triton.jit(do_not_specialize=["M"])
 def _turn(values, turned, M, N, P, ROWS: tl.constexpr, COLS: tl.constexpr):
     blocks = tl.cdiv(N, COLS)
@@ -183,7 +188,7 @@ def turn_values(values: Tensor, scaling: str) -> Tensor:
     m, n = values.shape
     p = padded(m, scaling)
     turned = torch.empty(n, p, dtype=torch.uint8, device=values.device)
-    grid = (triton.cdiv(p, BLOCK) * triton.cdiv(n, BLOCK),)
+    grid = (ceil_div(p, BLOCK) * ceil_div(n, BLOCK),)
     _turn[grid](values.view(torch.uint8), turned, m, n, p, ROWS=BLOCK, COLS=BLOCK, num_warps=WARPS)
     return turned.view(values.dtype)
 
@@ -207,14 +212,13 @@ def quantise(
     empty: Any = dict(device=x.device)
     values = torch.empty(m, n, dtype=dtype, **empty) if rows else None
     turned = torch.empty(n, p, dtype=dtype, **empty) if columns else None
-    scale, turned_scale = _empty_scale(scaling, m, n, x.device), _empty_scale(scaling, n, p, x.device)
-    if scaling == "tensorwise":
-        turned_scale = scale
+    scale = _empty_scale(scaling, m, n, x.device)
+    turned_scale = scale if scaling == "tensorwise" else _empty_scale(scaling, n, p, x.device)
     steps = (m, n) if scaling == "blockwise" else (scale.stride(-1), turned_scale.stride(-1)) if scaling == "squares" else (0, 0)
-    grid = (triton.cdiv(p if columns else m, height) * triton.cdiv(n, width),)
+    grid = (ceil_div(p if columns else m, height) * ceil_div(n, width),)
     _cast[grid](
         x, *amax, values, turned, scale, turned_scale, bad, m, n, p, *x.stride(), *steps,
-        SCALING=scaling, LIMIT=LIMITS[dtype], ROWS=height, COLS=width, ROUND=_interprets(), num_warps=WARPS,
+        SCALING=scaling, LIMIT=LIMITS[dtype], ROWS=height, COLS=width, ROUND=INTERPRETS, num_warps=WARPS,
     )  # fmt: skip
     found = None if values is None else Quantised(values, scale, scaling)
     return found, None if turned is None else Quantised(turned, turned_scale, scaling)
@@ -225,12 +229,12 @@ def _find_missing(x: Tensor, scaling: str, rows: bool, columns: bool, known: Bit
     if scaling not in ("tensorwise", "rowwise"):
         return None, None
     (m, n), (height, width) = x.shape, TILES[scaling]
-    grid, steps = (triton.cdiv(m, height) * triton.cdiv(n, width),), x.stride()
+    grid, steps = (ceil_div(m, height) * ceil_div(n, width),), x.stride()
     tile: Any = dict(ROWS=height, COLS=width, num_warps=WARPS)
     if scaling == "tensorwise":
         whole = known[0]
         if whole is None:
-            whole = torch.zeros((), dtype=torch.int32, device=x.device)
+            whole = zeros.take(x.device)
             _find_amax[grid](x, whole, None, None, m, n, *steps, **tile)
         return whole, None
     of_rows, of_cols = known[0] if rows else None, known[1] if columns else None
@@ -261,11 +265,7 @@ def _empty_scale(scaling: str, rows: int, columns: int, device: torch.device) ->
         return torch.empty((), device=device)
     if scaling == "rowwise":
         return torch.empty(rows, 1, device=device)
-    blocks = triton.cdiv(columns, BLOCK)
+    blocks = ceil_div(columns, BLOCK)
     if scaling == "blockwise":
         return torch.empty(blocks, rows, device=device).t()
-    return torch.zeros(triton.cdiv(rows, BLOCK), -(-blocks // 4) * 4, device=device).t()  # zeros behind the last block
-
-
-def _interprets() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return torch.zeros(ceil_div(rows, BLOCK), -(-blocks // 4) * 4, device=device).t()  # zeros behind the last block

@@ -8,7 +8,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from .triton_launch import address_rows, ceil_power, on_own_device
+from .triton_launch import Remembered, address_rows, ceil_div, ceil_power, on_own_device
 
 TILE, WARPS = 1024, 4  # elements of a program
 
@@ -116,6 +116,7 @@ def _gate(gate, up, rows, cols, mask, gate_step, up_step, ACTIVATION: tl.constex
     return value * u
 
 
+@Remembered
 @triton.jit(do_not_specialize=["M"])
 def _gated_forward(
     gate, up, y, M, N, gate_step, up_step, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
@@ -125,6 +126,7 @@ def _gated_forward(
     tl.store(y + rows * N + cols, value.to(y.dtype.element_ty), mask=mask)
 
 
+@Remembered
 @triton.jit(do_not_specialize=["M"])
 def _gated_backward(
     dy, gate, up, dgate, dup, M, N, dy_step, gate_step, up_step, out_step,
@@ -145,7 +147,7 @@ def tile(count: int, width: int) -> tuple[int, int, int]:
     """(rows of a program, its columns, programs) for `count` rows of `width`."""
     block = min(ceil_power(width), TILE)
     rows = TILE // block
-    return rows, block, triton.cdiv(count, rows) * triton.cdiv(width, block)
+    return rows, block, ceil_div(count, rows) * ceil_div(width, block)
 
 
 @on_own_device

@@ -1,13 +1,56 @@
-"""What our Triton kernels' callers share: how a tensor's rows are addressed, and the device that a kernel is started on."""
+"""What our Triton kernels' callers share: how a tensor's rows are addressed, the device that a kernel is started on, and starts
+that cost the host little.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+
+MOST_REMEMBERED = 1024  # starts of one kernel; more rows than that are seldom counted in one process
+
+
+class Remembered:
+    """A kernel that is started as it was before, where nothing differs that Triton compiles for: it takes longer to find out.
+
+    Started as the kernel itself is: `kernel[grid](*tensors_and_numbers, **constants_and_options)`, all constants by name. Numbers
+    are told apart by value; tensors by dtype, device, and whether their memory begins at a multiple of 16 bytes.
+
+    Attributes:
+        starts: what was told apart -> what was compiled for it, and the constants that it wants behind the arguments.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.starts: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._start, grid)
+
+    def _start(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        key = *map(_tell, args), *named.items()
+        found = self.starts.get(key)
+        if found is not None:
+            compiled, constants = found
+            compiled[*grid, 1, 1](*args, *constants)
+            return
+        compiled = self.kernel[grid](*args, **named)
+        if not hasattr(compiled, "__getitem__"):  # interpreted, or not compiled yet
+            return
+        if len(self.starts) >= MOST_REMEMBERED:
+            self.starts.clear()
+        self.starts[key] = compiled, tuple(named[name] for name in self.kernel.arg_names[len(args) :])
+
+
+def _tell(value: Any) -> tuple[Any, ...]:
+    """What Triton compiles for, of one argument."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0, value.get_device()
+    return type(value), value
 
 
 def on_own_device(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,6 +70,11 @@ def on_own_device(run: Callable[..., Any]) -> Callable[..., Any]:
 def count_processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; a small number for the interpreter, so that programs get several rows there too."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def ceil_div(a: int, b: int) -> int:
+    """`a / b` rounded up; Triton's own takes the host as long as a small operation of torch."""
+    return -(-a // b)
 
 
 def ceil_power(n: int) -> int:

@@ -9,7 +9,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from .triton_early import early, start_next, wait_for_previous
-from .triton_launch import ceil_power, on_own_device
+from .triton_launch import ceil_div, ceil_power, on_own_device
 
 BLOCK = 1024
 
@@ -32,7 +32,7 @@ def look_up(ids: Tensor, weight: Tensor, start: int, vocabulary: int) -> Tensor:
     count, width = weight.shape
     y = torch.empty((*ids.shape, width), dtype=weight.dtype, device=weight.device)
     block = min(BLOCK, ceil_power(width))
-    _look_up[(triton.cdiv(width, block), ids.numel())](
+    _look_up[(ceil_div(width, block), ids.numel())](
         ids, weight, y, start, start + count, vocabulary, width, weight.stride(0), BLOCK=block, num_warps=4, **early(weight)
     )
     return y

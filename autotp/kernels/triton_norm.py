@@ -12,7 +12,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from .triton_launch import address_rows, ceil_power, count_processors, on_own_device
+from .triton_launch import Remembered, address_rows, ceil_div, ceil_power, count_processors, on_own_device
 
 PROGRAMS_PER_PROCESSOR = 2  # of the backward kernel
 
@@ -60,6 +60,7 @@ def _normalise(
     return values
 
 
+@Remembered
 @triton.jit(do_not_specialize=["M"])
 def _norm_forward(
     x, residual, weight, bias, y, total, rstd, mean, M, N, inner, outer_step, inner_step, residual_step, eps,
@@ -74,6 +75,7 @@ def _norm_forward(
     tl.store(y + rows.to(tl.int64)[:, None] * N + cols[None, :], values.to(y.dtype.element_ty), mask=mask)
 
 
+@Remembered
 @triton.jit(do_not_specialize=["M"])
 def _norm_backward(
     dy, x, weight, rstd, mean, residual_grad, dx, dweight, dbias, M, N, inner, outer_step, inner_step, dy_step, residual_step,
@@ -122,6 +124,7 @@ def _norm_backward(
         tl.store(dbias + program.to(tl.int64) * N + cols, tl.sum(bias_sum, 0), mask=inside)
 
 
+@Remembered
 @triton.jit(do_not_specialize=["P"])
 def _sum_programs(partial, out, P, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -156,7 +159,7 @@ def norm_forward(
         residual, _, step, _ = address_rows(residual)
         total = torch.empty_like(y)
     rows, block, warps = tile_rows(width)
-    _norm_forward[(triton.cdiv(count, rows),)](
+    _norm_forward[(ceil_div(count, rows),)](
         source, residual, _flat(weight), _flat(bias), y, total, rstd, mean,
         count, width, inner, outer_step, inner_step, step, eps,
         KIND=kind, ROWS=rows, BLOCK=block, num_warps=warps,
@@ -181,7 +184,7 @@ def norm_backward(
     width = x.shape[-1]
     count = x.numel() // width
     rows, block, warps = tile_rows(width)
-    programs = min(triton.cdiv(count, rows), PROGRAMS_PER_PROCESSOR * count_processors(x.device))
+    programs = min(ceil_div(count, rows), PROGRAMS_PER_PROCESSOR * count_processors(x.device))
     dx, step = None, 0
     if wanted[0]:
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -208,5 +211,5 @@ def _sum_up(partial: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         return None
     programs, width = partial.shape
     out = torch.empty(width, dtype=dtype, device=partial.device)
-    _sum_programs[(triton.cdiv(width, 32),)](partial, out, programs, width, ROWS=64, BLOCK=32)
+    _sum_programs[(ceil_div(width, 32),)](partial, out, programs, width, ROWS=64, BLOCK=32)
     return out

@@ -9,7 +9,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from .triton_early import early, start_next, wait_for_previous
-from .triton_launch import ceil_power, on_own_device
+from .triton_launch import Remembered, ceil_power, on_own_device
 
 TILE = 4096  # elements that a program turns at a time
 WARP_ELEMENTS = 512
@@ -41,6 +41,7 @@ def _turn_heads(
             tl.store(target + rest[None, :], tl.load(source + rest[None, :], mask=mask), mask=mask)
 
 
+@Remembered
 @triton.jit(do_not_specialize=["S"])
 def _rotary(
     q, q_out, k, k_out, cos, sin, S, q_heads, k_heads, q_batch, q_head, q_token, k_batch, k_head, k_token,
