@@ -25,7 +25,14 @@ def read_script(text):
     return script
 
 
-PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if read_script(page.read_text())]
+def list_pages():
+    """README, and the others as it names them: a reader may run all in one directory."""
+    text = (ROOT / "README.md").read_text()
+    pages = sorted((ROOT / "docs").glob("*.md"), key=lambda page: (text.find(f"docs/{page.name}") % len(text), page.name))
+    return [page for page in [ROOT / "README.md", *pages] if read_script(page.read_text())]
+
+
+PAGES = list_pages()
 
 
 @pytest.fixture(scope="module")

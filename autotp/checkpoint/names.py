@@ -13,7 +13,6 @@ from ..errors import CheckpointError
 from .fresh import can_draw
 from .source import WeightSource
 
-_WAY_OUT = "Load it with transformers' from_pretrained, then call autotp.parallelize on the model."
 _MAX_NAMED = 8
 
 
@@ -98,7 +97,11 @@ def match_names(
     """
     where, source_names = getattr(source, "directory", type(source).__name__), source.names()
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
-        raise CheckpointError(f"{where} is quantized, which can't be read by slices yet. {_WAY_OUT}")
+        raise CheckpointError(
+            f"{where} is quantized already, and such weights can't be cut: take the checkpoint that it was made from, with "
+            f"quantization_config= to quantise it as it is read, or make this one plain, "
+            f"autotp.parallelize(AutoModelForCausalLM.from_pretrained(path).dequantize())"
+        )
     state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     ties = tie_names(model, tied)
     mismatched = tuple(

@@ -47,8 +47,9 @@ def refuse_quantised(model: nn.Module) -> None:
         if not plain or (parameter.ndim > 1 and not (parameter.is_floating_point() or parameter.is_complex())):
             raise PlanError(
                 f"{name} is a {type(parameter).__name__} of {parameter.dtype}, shape {list(parameter.shape)}, a format "
-                f"that can't be cut: load it with autotp.from_pretrained(path, quantization_config=..), or parallelize it in "
-                f"bfloat16 and then autotp.quantize(model, config): each rank quantises its part"
+                f"that can't be cut: load plain weights with autotp.from_pretrained(path, quantization_config=..), or "
+                f"parallelize the model in bfloat16 and then autotp.quantize(model, config): each rank quantises its part. Where "
+                f"there is only the quantised checkpoint, model.dequantize() comes first"
             )
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import get_scheduler
 
+from ..checkpoint.claim import DirectoryClaim
 from ..checkpoint.gguf import convert_beside, find_gguf
 from ..checkpoint.save import save_pretrained
 from ..errors import AutoTPError
@@ -33,6 +35,8 @@ from .setup import check_model, load_model, load_tokenizer, make_accelerator
 from .stop import NonFiniteLossError, StopSignals, TrainInterrupted
 
 __all__ = ["NonFiniteLossError", "TrainInterrupted", "TrainResult", "check_data", "train"]
+
+_CLAIM_WAIT_S = 30  # at most, for another run that saves to the same directory
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -85,9 +89,9 @@ def train(options: TrainOptions, on_event: OnEvent | None = None, group_or_mesh:
     """
     started = not dist.is_initialized()
     places = Places.find(options.tp, options.dp, group_or_mesh)
-    run = None
+    run, claim = None, DirectoryClaim()
     try:
-        run = _Run(options, places)
+        run = _Run(options, places, claim)
         result = run.train(on_event)
     except TrainInterrupted:
         _end_group(started)
@@ -95,6 +99,7 @@ def train(options: TrainOptions, on_event: OnEvent | None = None, group_or_mesh:
     finally:
         if run is not None:
             run.log.close()
+        claim.release()
     _end_group(started)
     return result
 
@@ -107,7 +112,7 @@ def _end_group(started: bool) -> None:
 class _Run:
     """The parts of a run, made in an order that finds mistakes before weights are read."""
 
-    def __init__(self, options: TrainOptions, places: Places) -> None:
+    def __init__(self, options: TrainOptions, places: Places, claim: DirectoryClaim) -> None:
         gguf = find_gguf(options.model)
         if gguf is not None:
             with places.together(f"converting {gguf}"):
@@ -121,6 +126,9 @@ class _Run:
             self.accelerator: Accelerator = make_accelerator(options, places)
             self.encoder = Encoder(load_tokenizer(options.model), options.completions_only)
             self.batches = self._make_batches()
+            if places.is_main and options.save_every:  # at the first save, the steps until then would be lost
+                Path(options.out).mkdir(parents=True, exist_ok=True)
+                claim.hold(Path(options.out), min(_CLAIM_WAIT_S, places.tp.timeout_s / 2))
             log = options if places.is_main else replace(options, log=None, tensorboard=None)
             self.log = EventLog(log.log, log.tensorboard, self.checkpoint is not None)
         self.steps = self._count_steps()

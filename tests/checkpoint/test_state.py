@@ -314,6 +314,25 @@ def test_another_job_is_refused_while_the_first_one_runs(tmp_path, monkeypatch):
     assert [path.name for path in directory.glob("checkpoint*")] == ["checkpoint-7"]
 
 
+def test_a_directory_is_let_go_with_the_last_state_that_saves_there(tmp_path, monkeypatch):
+    """Not with another one of the same job, nor by reading the files in it."""
+    monkeypatch.setattr(state_file, "_WAIT_S", 0.1)
+    directory, parts = tmp_path / "run", make()
+    first, second = TrainingState(*parts), TrainingState(*parts)
+    with second:
+        first.save(directory, 1)
+        second.save(directory, 2)
+        del first
+        assert "still runs" in save_elsewhere(directory, 9)
+        with TrainingState(*parts) as third:
+            third.save(directory, 3)
+        assert "still runs" in save_elsewhere(directory, 9)
+        shutil.copytree(directory, tmp_path / "copy")
+        assert "still runs" in save_elsewhere(directory, 9)
+        assert save_elsewhere(tmp_path / "copy", 9) == "checkpoint-9"
+    assert save_elsewhere(directory, 9) == "checkpoint-9"
+
+
 def test_a_job_that_was_killed_is_followed_at_once(tmp_path, monkeypatch):
     """Though a process that it had forked still runs."""
     monkeypatch.setattr(state_file, "_WAIT_S", 0.1)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import autotp
-from autotp.errors import AutoTPError, PlanError
+from autotp.errors import AutoTPError, CheckpointError, PlanError
 from autotp.generation.fingerprint import fingerprint
 from autotp.layers.packed import Packed
 from tests.layers.test_adapters import LATENT, LINEARS, OPT, add, compare_gradients, train
@@ -317,6 +317,27 @@ def run_says(group):
 def test_stacked_experts_are_told(ranks):
     need("nf4")
     ranks.run(run_says)
+
+
+def run_dequantized(group, path):
+    """What the errors name as ways out of a checkpoint that is quantised already."""
+    with pytest.raises(CheckpointError, match=r"made from.*\.dequantize\(\)"):
+        autotp.from_pretrained(path, group)
+    whole = AutoModelForCausalLM.from_pretrained(path)
+    with pytest.raises(PlanError, match=r"model\.dequantize\(\)"):
+        autotp.parallelize(whole, group)
+    plain = whole.dequantize()
+    model = autotp.parallelize(copy.deepcopy(plain), group)
+    agree(model, plain)
+    autotp.quantize(model, make_config("nf4"))
+    agree(model, stand_for(model, plain))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_checkpoint_that_is_quantised_is_made_plain_first(ranks, saved, tmp_path, kind):
+    need(kind)
+    AutoModelForCausalLM.from_pretrained(saved, quantization_config=make_config(kind)).save_pretrained(tmp_path)
+    ranks.run(run_dequantized, str(tmp_path))
 
 
 def run_needs_gradients(group, path):

@@ -5,15 +5,18 @@ import os
 import random
 import shutil
 import signal
+import time
 
 import pytest
 import torch
 from torch import nn
 
+from autotp.checkpoint.claim import DirectoryClaim
 from autotp.comm import TPGroup
-from autotp.errors import AutoTPError
+from autotp.errors import AutoTPError, CheckpointError
 from autotp.places import Places
 from autotp.train import optimizer as optimizer_file
+from autotp.train import run as run_file
 from autotp.train.loop import Stepper
 from autotp.train.optimizer import MasterOptimizer
 from autotp.train.options import TrainOptions
@@ -134,6 +137,29 @@ def test_checkpoints_come_every_so_many_steps_and_auto_takes_the_newest(source, 
     assert train(again).losses == losses[4:]
     new = TrainOptions.from_mapping({**options.to_mapping(), "resume": "auto", "out": str(tmp_path / "new"), "steps": 1})
     assert len(train(new).losses) == 1
+
+
+def test_a_run_where_another_one_saves_is_refused_before_its_first_step(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_file, "_CLAIM_WAIT_S", 0.1)
+    out, steps = tmp_path / "out", []
+    out.mkdir()
+    options = make_options(source, out, tp=1, save_every=2)
+    ours, theirs = os.pipe()
+    if not (other := os.fork()):
+        claim = DirectoryClaim()
+        claim.hold(out, 0)
+        os.write(theirs, b"held")
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert os.read(ours, 4) == b"held"
+        with pytest.raises(CheckpointError, match=f"process {other} on .* still runs"):
+            train(options, steps.append)
+        assert not steps and not [*out.glob("checkpoint*")]
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+    assert len(train(options, steps.append).losses) == len(steps) == STEPS
 
 
 def test_what_cannot_be_resumed_is_named(ranks, source, tmp_path):
