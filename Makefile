@@ -50,7 +50,7 @@ $(QUANTISED): $(INSTALLED)
 	$(PIP) install -c constraints.txt -e '.[quantised]'
 	@touch $@
 
-$(LINTERS): $(INSTALLED)
+$(LINTERS): $(QUANTISED)
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@
 

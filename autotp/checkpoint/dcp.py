@@ -12,6 +12,7 @@ import pickle
 import warnings
 import zipfile
 from collections.abc import Mapping
+from enum import EnumMeta
 from math import prod
 from pathlib import Path
 from typing import IO, Any
@@ -131,10 +132,19 @@ def _save_summed(tensor: Tensor, file: IO[bytes]) -> None:
 # -- reading --------------------------------------------------------------------------------------------------------------
 
 
+def _find_member(kind: Any, name: Any) -> Any:
+    """A member of an Enum, which Pythons before 3.11.4 pickle as `getattr(kind, name)`; of nothing else."""
+    if not isinstance(kind, EnumMeta) or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"it holds an attribute {name!r} of {kind!r}, which a list of tensors has no use for")
+    return kind[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _METADATA_CLASSES.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _find_member
         raise pickle.UnpicklingError(f"it holds a {module}.{name}, which a list of tensors has no use for")
 
 

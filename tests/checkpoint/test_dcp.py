@@ -1,10 +1,14 @@
 """Several ranks' tensors through torch's format, the ranks one after another in one process."""
 
+import io
+import pickle
+
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from autotp.checkpoint.chunks import ChunkedTensor, PickedTensor, chunk_to_save, find_order, held_boxes
-from autotp.checkpoint.dcp import TensorWriter, read_metadata, read_tensors
+from autotp.checkpoint.dcp import TensorWriter, _MetadataUnpickler, read_metadata, read_tensors
 from autotp.errors import CheckpointError
 from autotp.shard import Shard
 from tests.checkpoint.test_chunks import SHARDS
@@ -64,3 +68,22 @@ def test_files_that_are_not_what_their_list_says(tmp_path):
         read_tensors(tmp_path, metadata, {"v": torch.zeros(3)})
     with pytest.raises(CheckpointError, match="Missing key in checkpoint state_dict: u"):
         read_tensors(tmp_path, metadata, {"u": torch.zeros(3)})
+
+
+class Attribute:
+    """Pickled as Pythons before 3.11.4 pickle members of an Enum."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_members_of_an_enum_are_read_however_they_are_pickled():
+    read = lambda value: _MetadataUnpickler(io.BytesIO(pickle.dumps(value))).load()  # noqa: E731
+    for member in _MEM_FORMAT_ENCODING:
+        assert read(Attribute(_MEM_FORMAT_ENCODING, member.name)) is member and read(member) is member
+    for owner, name in ((_MEM_FORMAT_ENCODING, "__class__"), (Metadata, "__init__")):
+        with pytest.raises(pickle.UnpicklingError, match=f"an attribute '{name}'"):
+            read(Attribute(owner, name))
