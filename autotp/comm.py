@@ -169,17 +169,18 @@ class TPGroup:
         return tensor
 
     def _sum_decoding(self, tensor: Tensor) -> Tensor | None:
-        """The sum as a new tensor, while decoding, where it is small."""
+        """The sum as a new tensor, while decoding, where the memory that the ranks write to each other holds it."""
         peers = self.find_peers() if self.tp_size > 1 and is_decoding() and tensor.is_contiguous() else None
         return None if peers is None else peers.sum_small(tensor)
 
     def all_reduce_small(self, tensor: Tensor, kind: str = "push") -> Tensor:
-        """The sum over the ranks of a contiguous tensor of a few KiB, in few steps between the GPUs: for CUDA graphs.
+        """The sum over the ranks of a contiguous tensor, in few steps between the GPUs: for CUDA graphs.
 
         Where the GPUs can't write to each other, or the tensor is too large, NCCL sums it, in `tensor`'s memory.
 
         Args:
-            kind: "push": each rank writes its part to all; "one_shot", "two_shot": PyTorch's symmetric-memory kernels.
+            kind: "push": each rank writes its part to all, or of more rows than 64 to who adds them up; "one_shot", "two_shot":
+                PyTorch's symmetric-memory kernels.
 
         Raises:
             AutoTPError: an unknown kind, or "multimem_all_reduce".

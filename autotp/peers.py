@@ -62,7 +62,8 @@ class PeerMemory:
         """The sum over the ranks of a contiguous `tensor`, as a new one; None, and nothing done, where it is too large.
 
         Args:
-            kind: "push": each rank writes its part to all; "one_shot", "two_shot": PyTorch's symmetric-memory kernels.
+            kind: "push": each rank writes its part to all, or of more rows than ROWS to who adds them up; "one_shot", "two_shot":
+                PyTorch's symmetric-memory kernels.
         """
         if kind == "push":
             found = self.reduce_rows(tensor)
@@ -142,7 +143,7 @@ class PeerMemory:
             return make(size)
         except Exception as error:  # no peer access, no symmetric memory in this build, another host: sums run on NCCL
             self._refused = f"{type(error).__name__}: {error}"
-            log.warning("small sums run on NCCL, since the GPUs can't write to each other: %s", self._refused)
+            log.warning("sums run on NCCL, since the GPUs can't write to each other: %s", self._refused)
             return None
 
     def _make_arena(self, n_bytes: int) -> Tensor:

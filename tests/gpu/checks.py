@@ -34,7 +34,7 @@ def run_checks(checks, names=()):
     dist.barrier()
     if CUDA:
         torch.cuda.synchronize()
-    torch._dynamo.reset()  # lets go of CUDA graphs: NCCL's communicators don't end while one that holds their launches is there
+    torch._dynamo.reset()  # lets go of CUDA graphs that hold NCCL's launches, for which its communicators may wait
     gc.collect()
     print(f"CHECKS rank {rank} done, {failed} failed", flush=True)
     dist.destroy_process_group()

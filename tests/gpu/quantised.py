@@ -8,18 +8,17 @@ import copy
 import os
 import sys
 import tempfile
-import traceback
 
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import autotp
+from tests.gpu.checks import CUDA, run_checks
 from tests.layers.test_adapters import add
 from tests.layers.test_quantised import SIZES, make_config, packed_of, stand_for
 from tests.models import batch, tiny
 
-CUDA = os.environ.get("DEVICE", "cuda") == "cuda"
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
 BARS = {"int8": 0.2}  # LLM.int8() rounds inputs, too
 
@@ -59,20 +58,14 @@ def check(kind, path):
 
 
 def main():
-    failed, kinds = 0, sys.argv[1:] or ["nf4", "fp4", "int8", "torchao int8", "torchao int4"]
     with tempfile.TemporaryDirectory() as directory:
         tiny("llama", **SIZES).save_pretrained(directory)  # each rank its own copy of the same
-        for kind in kinds:
-            try:
-                line = "ok: " + check(kind, directory)
-            except Exception as error:
-                failed += 1
-                line = f"FAILED: {type(error).__name__}: {error}"
-                traceback.print_exc()
-            print(f"CHECK rank {os.environ['RANK']} {kind} {line}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.exit(1 if failed else 0)
+
+        def check_quantised(kind):
+            return check(kind, directory)
+
+        kinds = sys.argv[1:] or ["nf4", "fp4", "int8", "torchao int8", "torchao int4"]
+        run_checks([(check_quantised, kind) for kind in kinds])
 
 
 if __name__ == "__main__":

@@ -32,9 +32,12 @@ def open_inbox(folder: str, rank: int, size: int, patience: int = 2**31 - 1):
 
 def draw_call(call: int, size: int):
     """What all ranks give in a call, and what follows the sum."""
+    return draw_parts(call, size, 1 + call % 3, 2 * (3 + call % 14))
+
+
+def draw_parts(call: int, size: int, rows: int, width: int):
     generator = torch.Generator().manual_seed(call)
     dtype, kind, residual = FORMS[call % len(FORMS)]
-    rows, width = 1 + call % 3, 2 * (3 + call % 14)
     parts = [torch.randn(rows, width, generator=generator).to(dtype) for _ in range(size)]
     names = ["bias"] * residual + ["weight"] * (kind != "") + ["shift"] * (kind == "layernorm")
     rest = {name: torch.randn(width, generator=generator).to(dtype) for name in names}
@@ -116,15 +119,7 @@ def open_board(folder: str, rank: int, size: int, patience: int = 2**31 - 1):
 
 def draw_many(call: int, size: int):
     """The same as `draw_call`, of more rows: groups that are not whole, fewer of them than ranks, and ranks without any."""
-    generator = torch.Generator().manual_seed(call)
-    dtype, kind, residual = FORMS[call % len(FORMS)]
-    rows, width = (1, 5, 31, 18, 9, 13, 26)[call % 7], 2 * (3 + call % 6)
-    parts = [torch.randn(rows, width, generator=generator).to(dtype) for _ in range(size)]
-    names = ["bias"] * residual + ["weight"] * (kind != "") + ["shift"] * (kind == "layernorm")
-    rest = {name: torch.randn(width, generator=generator).to(dtype) for name in names}
-    if residual:
-        rest["residual"] = torch.randn(rows, width, generator=generator).to(dtype)
-    return parts, dict(rest, eps=1e-5, kind=kind)
+    return draw_parts(call, size, (1, 5, 31, 18, 9, 13, 26)[call % 7], 2 * (3 + call % 6))
 
 
 def sum_many(group, folder: str, calls: int):
