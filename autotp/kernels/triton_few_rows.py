@@ -163,7 +163,7 @@ def is_elementwise(m: int, dtype: torch.dtype) -> bool:
 def choose_tile(m: int, n: int, k: int, gated: bool, dtype: torch.dtype, small: bool = False) -> Tile:
     """The tile for `m` rows of x, `n` outputs of `k` terms; the best of scripts/bench_decode.py on an H200.
 
-    Weights of 8 bits (`small`) take twice the rows, as many bytes; that is not measured yet.
+    Weights of 8 bits (`small`) take twice the rows, as many bytes, where the whole weight is small (benchmarks/2026-11-29-fp8.md).
     """
     if not is_elementwise(m, dtype):
         if k < 256:
@@ -172,7 +172,7 @@ def choose_tile(m: int, n: int, k: int, gated: bool, dtype: torch.dtype, small: 
     block = next((block for block in (2048, 1024, 512) if k % block == 0), 1024)
     while block > 64 and block >= 2 * k:
         block //= 2
-    rows = 2 if (m == 2 and not gated and block == 2048) or (small and block >= 512) else 1
+    rows = 2 if (m == 2 and not gated and block == 2048) or (small and block >= 512 and n * k < 1 << 24) else 1
     return Tile(rows, block, 8 if m == 1 and n >= 8192 and block == 2048 else 4, 2)
 
 
