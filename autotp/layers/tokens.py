@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..collectives import collect_rows, deal_rows, enter_rows, pad_rows, scatter_rows_to_group
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
 from ..exchange import find_exchange
 from ..kernels.dealt import Dealt
 from ..kernels.moves import BY_SIZE, Moves
+from ..row_collectives import collect_rows, deal_rows, enter_rows, pad_rows, scatter_rows_to_group
 from .draws import Draws, Frame, FrameState
 from .layouts import Layout, LayoutMemory
 from .product import watches_operations
