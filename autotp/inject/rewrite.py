@@ -23,7 +23,7 @@ from ..layers.base import check_usable, find_group, index_parameters, mark_broke
 from ..layers.entry import install_entry, remove_entry
 from ..layers.fully import refuse_dealt
 from ..layers.guards import install_guards, mark_model, unmark_model, warn_of_states
-from ..layers.siblings import lay_siblings
+from ..layers.sibling_memory import lay_siblings
 from ..layers.token_modules import watch_owners
 from .adapted import find_root, list_wraps, parallelize_adapted
 from .assemble import read_versions
