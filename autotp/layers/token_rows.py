@@ -43,13 +43,9 @@ class TokenRows:
 
     def split(self, x: Tensor) -> Tensor:
         """This rank's rows of `x`, which all ranks hold."""
-        layout = self._layout()
-        if tuple(x.shape[: len(layout.lead)]) == layout.lead:
-            rest, lead = x.shape[len(layout.lead) :], layout.dealt
-        else:
-            self._check_rows(x, layout.rows)
-            rest, lead = x.shape[1:], (layout.share,)
-        return deal_rows(x.reshape(layout.rows, *rest), self.group).view(*lead, *rest)
+        layout = self._layout_of_whole(x)
+        rest = x.shape[len(layout.lead) :]
+        return deal_rows(x.reshape(layout.rows, *rest), self.group).view(*layout.dealt, *rest)
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' rows of `x`; the same tensor, gathered again in one module, is the same tensor.
@@ -69,16 +65,15 @@ class TokenRows:
 
     def _gather_moving(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], None] | None]:
         """The rows, and what is to be told the tensor that the linears will ask by."""
-        layout, hold = self._layout(), None
-        lead, rest = (layout.lead, x.ndim - 1) if self._is_dealt(x) else ((layout.rows,), 1)
+        layout, hold = self._layout_of_dealt(x), None
         exchange, reader = find_exchange(self.group), self._readers.get(self.gathering)
-        siblings = None if reader is None or x.ndim != rest + 1 else reader()
+        siblings = None if reader is None or x.ndim != len(layout.lead) + 1 else reader()
         moves = BY_SIZE if siblings is None else siblings.choose_moves()
         gather = exchange.gather(x.detach().reshape(layout.share, -1), moves.forward)
         if siblings is not None:
             hold = siblings.begin_ahead(x, gather, moves)
         rows = gather.wait_all()
-        rows = (rows if rows.shape[0] == layout.rows else rows[: layout.rows]).view(*lead, *x.shape[rest:])
+        rows = (rows if rows.shape[0] == layout.rows else rows[: layout.rows]).view(*layout.lead, *x.shape[len(layout.lead) :])
         return (collect_rows(x, self.group, layout.rows, rows) if x.requires_grad and torch.is_grad_enabled() else rows), hold
 
     def note_reader(self, siblings: Any) -> None:
@@ -99,33 +94,18 @@ class TokenRows:
             self._described[key] = found
         return found
 
-    def _is_dealt(self, x: Tensor) -> bool:
-        layout = self._layout()
-        if tuple(x.shape[: len(layout.lead)]) == layout.dealt:
-            return True
-        self._check_rows(x, layout.share)
-        return False
-
     def join(self, x: Tensor) -> Tensor:
         """All ranks' rows of `x`, whose gradient is complete."""
-        layout = self._layout()
-        if tuple(x.shape[: len(layout.lead)]) == layout.dealt:
-            rest, lead = x.shape[len(layout.lead) :], layout.lead
-        else:
-            self._check_rows(x, layout.share)
-            rest, lead = x.shape[1:], (layout.rows,)
-        return collect_rows(x.reshape(layout.share, *rest), self.group, layout.rows).view(*lead, *rest)
+        layout = self._layout_of_dealt(x)
+        rest = x.shape[len(layout.lead) :]
+        return collect_rows(x.reshape(layout.share, *rest), self.group, layout.rows).view(*layout.lead, *rest)
 
     def scatter(self, y: Tensor, dtype: torch.dtype | None) -> Tensor:
         """This rank's rows of the sum over the ranks of `y`, added up in `dtype` if one is named."""
-        layout = self._layout()
-        if tuple(y.shape[: len(layout.lead)]) == layout.lead:
-            rest, lead = y.shape[len(layout.lead) :], layout.dealt
-        else:
-            self._check_rows(y, layout.rows)
-            rest, lead = y.shape[1:], (layout.share,)
+        layout = self._layout_of_whole(y)
+        rest = y.shape[len(layout.lead) :]
         rows = pad_rows(y.reshape(layout.rows, *rest), self.group.tp_size)
-        return scatter_rows_to_group(rows, self.group, dtype).view(*lead, *rest)
+        return scatter_rows_to_group(rows, self.group, dtype).view(*layout.dealt, *rest)
 
     def find_local(self, x: Tensor) -> Tensor | None:
         """The rows that `x` was gathered from; None if it was not gathered last."""
@@ -139,6 +119,22 @@ class TokenRows:
     def _layout(self) -> Layout:
         assert self.layout is not None
         return self.layout
+
+    def _layout_of_whole(self, x: Tensor) -> Layout:
+        """The layout as all rows `x` have it: one dimension of rows may stand for those that the forward has."""
+        layout = self._layout()
+        if tuple(x.shape[: len(layout.lead)]) == layout.lead:
+            return layout
+        self._check_rows(x, layout.rows)
+        return layout.flat
+
+    def _layout_of_dealt(self, x: Tensor) -> Layout:
+        """The same of one rank's rows."""
+        layout = self._layout()
+        if tuple(x.shape[: len(layout.lead)]) == layout.dealt:
+            return layout
+        self._check_rows(x, layout.share)
+        return layout.flat
 
     def _check_rows(self, x: Tensor, rows: int) -> None:
         if x.ndim < 1 or x.shape[0] != rows:
