@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .comm import TPGroup, init_process_group_from_env, local_device, resolve_group
+from .comm import TPGroup
 from .errors import AutoTPError
+from .groups import init_process_group_from_env, local_device, resolve_group
 
 
 @dataclass(frozen=True)

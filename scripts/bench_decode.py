@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from autotp.comm import init_process_group_from_env
+from autotp.groups import init_process_group_from_env
 from autotp.kernels import reference, reference_decode, triton_cache
 from autotp.kernels.triton_few_rows import Tile, choose_tile, is_elementwise, linear_few
 from autotp.kernels.triton_launch import count_processors

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from bench_decode import CPU, DEVICE, EPS, RANK, check, draw, error_of, graph_us, report, wrong
 
-from autotp.comm import init_process_group_from_env, resolve_group
+from autotp.groups import init_process_group_from_env, resolve_group
 from autotp.kernels import triton_cache, triton_early
 from autotp.kernels.decode import decoding
 from autotp.kernels.gated import gated

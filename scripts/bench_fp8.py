@@ -38,7 +38,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
-from autotp.comm import init_process_group_from_env, local_device
+from autotp.groups import init_process_group_from_env, local_device
 from autotp.kernels import fp8
 from autotp.layers.handover import remove_source
 

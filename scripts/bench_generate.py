@@ -33,9 +33,9 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import autotp
-from autotp.comm import init_process_group_from_env, local_device
 from autotp.generation.engine import find_engine
 from autotp.generation.prompt import PromptStep
+from autotp.groups import init_process_group_from_env, local_device
 
 MOE = os.environ.get("MOE") == "1"
 SMALL = os.environ.get("SMALL") == "1"

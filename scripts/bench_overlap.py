@@ -27,8 +27,9 @@ import torch.distributed as dist
 from no_communication import NoExchange, NoExchangeInBlocks
 from torch import Tensor
 
-from autotp.comm import TPGroup, resolve_group
+from autotp.comm import TPGroup
 from autotp.exchange import CopyExchange, Exchange
+from autotp.groups import resolve_group
 from autotp.kernels.dealt import Dealt, multiply_gathered, multiply_scattered
 from autotp.kernels.moves import Moves
 from autotp.kernels.product import ProductSpec, multiply

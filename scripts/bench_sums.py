@@ -20,7 +20,8 @@ import torch.distributed as dist
 from bench_decode import CPU, DEVICE, EPS, RANK, check, draw, error_of, graph_us, report, wrong
 from torch import Tensor
 
-from autotp.comm import TPGroup, resolve_group
+from autotp.comm import TPGroup
+from autotp.groups import resolve_group
 from autotp.kernels import reference, reference_decode
 from autotp.kernels.norm import add_norm
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
-from autotp.comm import init_process_group_from_env, local_device
+from autotp.groups import init_process_group_from_env, local_device
 
 SMOL: dict[str, Any] = dict(
     hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3

@@ -12,7 +12,8 @@ from no_communication import no_communication
 from scale_table import Case, Results, find_failed, print_table
 
 import autotp
-from autotp.comm import REDUCE_SCATTER, resolve_group
+from autotp.comm import REDUCE_SCATTER
+from autotp.groups import resolve_group
 from tests.models import batch, tiny
 
 ABOUT = {"commit": "a", "hardware": "2 x GPU"}

@@ -4,23 +4,20 @@ import pytest
 import torch
 
 from autotp.collectives import (
-    collect_rows,
     copy_columns_to_group,
     copy_to_group,
-    deal_rows,
     gather_columns_from_group,
     gather_from_group,
-    gather_rows_from_group,
     keep_on_first,
     reduce_from_group,
     reduce_owned_from_group,
-    scatter_rows_to_group,
     split_columns_to_group,
     split_to_group,
     sum_copies,
 )
-from autotp.comm import resolve_group
 from autotp.errors import PlanError
+from autotp.groups import resolve_group
+from autotp.row_collectives import collect_rows, deal_rows, gather_rows_from_group, scatter_rows_to_group
 from autotp.shard import Cut, Shard
 
 
@@ -144,31 +141,6 @@ def check_split_then_gather(group):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_split_and_gather_are_each_others_transpose(ranks, size):
     ranks.run(check_split_then_gather, size=size)
-
-
-def check_dealt_rows(group, dtype):
-    """Rows enter a column -> row pair from all ranks and leave it for the rank that they belong to."""
-    tp = resolve_group(group)
-    for layout in (lambda t: t, lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), lambda t: t[:, :0]):
-        weights = [made(10 + rank, 4, 4) for rank in range(tp.tp_size)]
-        whole = layout(made(1, 2 * tp.tp_size, 3, 4)).requires_grad_()
-        expected = sum(torch.tanh(whole) @ w for w in weights)
-        cotangent = made(2, *expected.shape)
-        expected.backward(cotangent)
-        own = slice(2 * tp.tp_rank, 2 * tp.tp_rank + 2)
-        mine = whole.detach()[own].requires_grad_()
-        entered = gather_rows_from_group(mine, tp, dtype)
-        assert torch.equal(entered, whole)
-        got = scatter_rows_to_group(torch.tanh(entered) @ weights[tp.tp_rank], tp, dtype)
-        torch.testing.assert_close(got, expected[own])
-        got.backward(cotangent[own])
-        torch.testing.assert_close(mine.grad, whole.grad[own])
-
-
-@pytest.mark.parametrize("dtype", [None, torch.float64])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_dealt_rows_enter_and_leave(ranks, size, dtype):
-    ranks.run(check_dealt_rows, dtype, size=size)
 
 
 def check_copies_refused(group):

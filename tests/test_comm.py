@@ -1,4 +1,4 @@
-"""Groups: their collectives without gradient, who is named when a rank fails or stays away, and how a group is found."""
+"""Groups: their collectives without gradient, and who is named when a rank fails or stays away."""
 
 import copy
 import os
@@ -7,13 +7,12 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from autotp.collectives import copy_to_group, gather_from_group, reduce_from_group, reduce_owned_from_group, split_to_group
-from autotp.comm import TPGroup, resolve_group
+from autotp.comm import TPGroup
 from autotp.errors import AutoTPError, GatherError
+from autotp.groups import resolve_group
 from autotp.shard import Shard
-from tests.ranks import grid
 
 
 def made(seed, *shape):
@@ -193,34 +192,6 @@ def check_copy_and_pickle(group):
 
 def test_deepcopy_shares_the_group_and_pickle_refuses(ranks):
     ranks.run(check_copy_and_pickle)
-
-
-# -- finding the group --------------------------------------------------------------------------------------------------
-
-
-def check_resolve(group):
-    assert "2 axes" in message(resolve_group, grid()) and "mesh['tp']" in message(resolve_group, grid())
-    tp = resolve_group(grid()["tp"])
-    assert tp.ranks == ((0, 1) if dist.get_rank() < 2 else (2, 3)) and tp.tp_rank == dist.get_rank() % 2
-    assert resolve_group(tp) is tp
-    assert "str" in message(resolve_group, "tp")
-    assert "not in the process group" in message(resolve_group, dist.GroupMember.NON_GROUP_MEMBER)
-    assert resolve_group(None).ranks == (0, 1, 2, 3)
-    first, second = resolve_group(group), resolve_group(group)  # two models over the same ranks don't share their turns
-    if dist.get_rank() == 0:
-        next(second._arrivals)
-    assert first.arrive("first") == [""] * 4
-
-
-def test_resolve_group_takes_groups_and_one_axis_meshes(ranks):
-    ranks.run(check_resolve, size=4)
-
-
-def test_without_torchrun_there_is_no_group(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert not dist.is_initialized()
-    assert "torchrun" in message(resolve_group)
 
 
 def test_a_group_of_one_needs_no_torch_distributed():

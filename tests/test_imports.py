@@ -1,4 +1,4 @@
-"""Imports go down: scripts, cli, train, inject, checkpoint, layers, collectives, exchange, comm, peers, kernels, shard."""
+"""Imports go down: scripts, cli, train, inject, checkpoint, layers, collectives, groups, comm, peers, kernels, shard."""
 
 import ast
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 HEIGHT = dict(
-    **dict(errors=0, version=0, shard=1, kernels=1, peers=2, comm=3, collectives=4, exchange=4, places=4),
-    **dict(layers=5, checkpoint=6, generation=6, inject=7, train=8, cli=9, __init__=10),
+    **dict(errors=0, version=0, index_runs=0, shard=1, kernels=1, peers=2, comm=3, groups=4, collectives=4, exchange=4),
+    **dict(row_collectives=5, places=5, layers=6, checkpoint=7, generation=7, inject=8, train=9, cli=10, __init__=11),
 )
 
 

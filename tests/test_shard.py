@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotp.errors import PlanError
-from autotp.shard import Cut, Shard, compress_indices, deal_units, put_runs, run_width, take_runs
+from autotp.index_runs import take_runs
+from autotp.shard import Cut, Shard, deal_units
 
 DTYPES = (
     torch.float32,
@@ -297,17 +298,6 @@ def test_copied_refuses_what_repeats_inside_a_rank():
         _ = Shard.from_indices((3,), 0, [[0, 1], [2, 2]]).copied
     both = Shard.even((4, 4), 0, 2).and_cut(Shard.whole((4, 4), 2))
     assert both.copied is None
-
-
-@quick
-@given(st.lists(st.integers(0, 50), max_size=60))
-def test_compressed_indices_enumerate_the_same(indices):
-    runs = compress_indices(indices)
-    assert run_width(runs) == len(indices)
-    assert take_runs(torch.arange(51), 0, runs).tolist() == indices
-    target = torch.full((51,), -1)
-    put_runs(target, 0, runs, torch.arange(len(indices)))
-    assert all(target[value] == indices.index(value) for value in indices)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..errors import CheckpointError
-from ..shard import Cut, Run, Shard, compress_indices, run_width
+from ..index_runs import Run, compress_indices, run_width
+from ..shard import Cut, Shard
 
 MOST_BOXES = 64  # of one tensor, on one rank
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..shard import Cut, Run, Shard, compress_indices, take_runs
+from ..index_runs import Run, compress_indices, take_runs
+from ..shard import Cut, Shard
 from .source import WeightSource, digest_lines, take_part
 
 _WAY_OUT = "Load it with transformers' from_pretrained, then call autotp.parallelize on the model."

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..comm import TPGroup, local_device, resolve_group
+from ..comm import TPGroup
 from ..errors import AutoTPError, CheckpointError
+from ..groups import local_device, resolve_group
 from ..layers.base import check_usable, find_group, unwrap
 from ..layers.fully import data_ranks
 from ..layers.quantised import list_packed

@@ -18,8 +18,8 @@ import torch
 
 from ..checkpoint.gguf import convert_beside, find_gguf
 from ..checkpoint.state import find_newest
-from ..comm import init_process_group_from_env
 from ..errors import AutoTPError
+from ..groups import init_process_group_from_env
 from ..train.launch import send_message, under_torchrun
 from ..train.options import TrainOptions
 from ..train.run import TrainInterrupted, TrainResult, check_data, train

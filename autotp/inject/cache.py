@@ -21,7 +21,7 @@ from .plan import Plan
 
 _ROOT = Path(__file__).parent.parent
 # What discovers, proves and carries out a plan.
-_SOURCES = ("comm.py", "collectives.py", "shard.py", "inject/*.py", "layers/*.py")
+_SOURCES = ("*.py", "inject/*.py", "layers/*.py")
 _PLACES = ("_name_or_path", "transformers_version")  # in a config: where it was read, not what it says
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
-from ..shard import Run, take_runs
+from ..index_runs import Run, take_runs
 from .recompile import rewrite_methods
 from .source import Rewrite, find_node
 

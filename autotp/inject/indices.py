@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import PlanError
-from ..shard import Shard, compress_indices
+from ..index_runs import compress_indices
+from ..shard import Shard
 from .module_plan import InputPlan
 
 NEAR = 1e-9  # of the largest number: the values of one tensor on a rank and in the whole run differ by rounding alone

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..shard import Run, Shard
+from ..index_runs import Run
+from ..shard import Shard
 from .callsites import ShapeFix
 
 

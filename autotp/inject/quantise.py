@@ -23,7 +23,7 @@ from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
 from ..layers.base import check_usable, find_group, index_parameters, mark_broken
 from ..layers.quantised import SHARDED, find_plain, hold_packed, is_packed, pack_weight, restore_weight
-from ..layers.siblings import lay_siblings
+from ..layers.sibling_memory import lay_siblings
 from ..shard import Shard
 from .adapted import find_root, list_wraps
 from .checks import check_alike, refuse_quantised

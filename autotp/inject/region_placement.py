@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
-from ..shard import compress_indices
+from ..index_runs import compress_indices
 from .entering import find_shared_arguments
 from .indices import choose_dim, merge_inputs, no_support, project, smallest_period
 from .module_plan import InputPlan

@@ -13,16 +13,17 @@ from .. import errors
 from ..checkpoint.load import fill_from_source
 from ..checkpoint.open import open_checkpoint
 from ..checkpoint.save import save_pretrained
-from ..comm import TPGroup, resolve_group
+from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
 from ..generation.engine import PLACE
 from ..generation.install import install_generation
+from ..groups import resolve_group
 from ..layers.attentions import watch_attentions
 from ..layers.base import check_usable, find_group, index_parameters, mark_broken
 from ..layers.entry import install_entry, remove_entry
 from ..layers.fully import refuse_dealt
 from ..layers.guards import install_guards, mark_model, unmark_model, warn_of_states
-from ..layers.siblings import lay_siblings
+from ..layers.sibling_memory import lay_siblings
 from ..layers.token_modules import watch_owners
 from .adapted import find_root, list_wraps, parallelize_adapted
 from .assemble import read_versions

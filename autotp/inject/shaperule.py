@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PlanError
-from ..shard import compress_indices
+from ..index_runs import compress_indices
 from .callsites import SECTION_WORDS, SHAPE_WORDS, CallSite, ShapeFix, edit_arguments, edit_sections, edit_shape, find_call_site
 from .indices import axis_mask, find_held, shrunk_axis, target_shape
 from .intercept import Interceptor

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from ..collectives import copy_to_group, gather_from_group, reduce_from_group
 from ..comm import TPGroup
 from ..errors import PlanError
-from ..shard import Cut, Run, Shard, compress_indices, take_runs
+from ..index_runs import Run, compress_indices, take_runs
+from ..shard import Cut, Shard
 from .base import TensorParallel_Layer, insert_class, plain_class
 from .draws import Draws
 from .linear import LinearAllreduce, rewrite_linear

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..collectives import pad_rows
 from ..comm import TPGroup
 from ..errors import AutoTPError
 from ..kernels import few_rows
@@ -33,6 +32,7 @@ from ..kernels.fp8 import Recipe, multiply, quantise
 from ..kernels.fp8_product import Scaled, multiply_fp8
 from ..kernels.fp8_scaled import LIMITS, Operands, Quantised, Share, why_not_fp8
 from ..kernels.product import ProductSpec
+from ..row_collectives import pad_rows
 from .handover import Handover
 
 OPERANDS = ("inputs", "weights", "gradients")

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 from torch.distributed.tensor.placement_types import Shard as Dealt
 
-from ..comm import TPGroup, resolve_group
+from ..comm import TPGroup
 from ..errors import AutoTPError
+from ..groups import resolve_group
 from ..shard import Shard
 from .base import find_group
 

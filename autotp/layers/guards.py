@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..comm import TPGroup, ranks_of
+from ..comm import TPGroup
 from ..errors import AutoTPError
+from ..groups import ranks_of
 from .base import TensorParallel_Layer, _holder_of, holder_of, index_parameters, sharded_modules
 from .clip import clip_grad_norm_, grad_norm, groups_of
 from .initialize import install_initialize

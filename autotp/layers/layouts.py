@@ -20,6 +20,11 @@ class Layout(NamedTuple):
         """The sizes before the columns of this rank's rows."""
         return (*[1] * (len(self.lead) - 1), self.share)
 
+    @property
+    def flat(self) -> Layout:
+        """The same rows in one dimension."""
+        return Layout((self.rows,), self.rows, self.share)
+
 
 class LayoutMemory:
     """Which layout the rows in a tensor's memory had when it was noted; forgotten when that memory is freed."""

@@ -25,8 +25,9 @@ from ..collectives import (
     keep_on_first,
     split_columns_to_group,
 )
-from ..comm import TPGroup, resolve_group
+from ..comm import TPGroup
 from ..errors import PlanError
+from ..groups import resolve_group
 from ..kernels.dispatch import Problem, select
 from ..kernels.main_grad import into_main_grad
 from ..shard import Cut, Shard

@@ -22,11 +22,12 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..collectives import gather_rows_from_group, scatter_rows_to_group
-from ..comm import TPGroup, resolve_group
+from ..comm import TPGroup
 from ..errors import PlanError
+from ..groups import resolve_group
 from ..kernels.dealt import multiply_gathered, multiply_scattered
 from ..kernels.product import ProductSpec
+from ..row_collectives import gather_rows_from_group, scatter_rows_to_group
 from ..shard import Shard
 from .linear import ParallelLinear, prepare
 from .overlap import Overlap, deal_rows, set_options

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import copy_to_group, sum_copies
-from ..comm import TPGroup, resolve_group
+from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
+from ..groups import resolve_group
 from .norm import DealtNorm, normalise_over_group
 from .norm_linear_parameters import NormLinearParameters
 from .norm_parts import NORMS, check_size, join_biases, name_linears, name_parts, read_linears, read_norm

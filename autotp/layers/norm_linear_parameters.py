@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import TPGroup, resolve_group
+from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
+from ..groups import resolve_group
 from ..shard import Shard
 from .base import TensorParallel_Layer
 from .linear import LinearLayer

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..collectives import copy_to_group, gather_rows_from_group, reduce_from_group, scatter_rows_to_group, sum_copies
+from ..collectives import copy_to_group, reduce_from_group, sum_copies
 from ..kernels.autocast import autocast_dtype, disable_autocast
 from ..kernels.blocks import (
     add_products,
@@ -38,6 +38,7 @@ from ..kernels.blocks import (
 from ..kernels.matmul import linear
 from ..kernels.norm import norm, norm_backward
 from ..kernels.product import Merged
+from ..row_collectives import gather_rows_from_group, scatter_rows_to_group
 from .norm_wgrad import NormProduct, Product, Sink
 from .product import sum_owned, widen
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from ..collectives import copy_to_group, keep_on_first, reduce_from_group, sum_copies
 from ..comm import TPGroup
 from ..errors import PlanError
-from ..shard import Run, Shard, take_runs
+from ..index_runs import Run, take_runs
+from ..shard import Shard
 from .base import TensorParallel_Layer, insert_class
 from .fully import refuse_inner
 from .tokens import TokenStream

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.tensor import DTensor
 
-from ..comm import ranks_of
 from ..errors import CheckpointError
+from ..groups import ranks_of
 from ..shard import Shard
 from .base import TensorParallel_Layer, _holder_of
 

@@ -1,7 +1,6 @@
 """Linears that read one input: one product for all, and their input's gradient is summed over the ranks once.
 
-The weights (and biases) of siblings lie side by side in one allocation, each as a tensor with a storage of its own: savers,
-optimizers and `state_dict` see separate tensors. Whether they still do is looked at in every call:
+Whether their weights lie side by side (`sibling_memory.py`) is looked at in every call:
 
 | the group in a call | products forward | backward |
 |---|---|---|
@@ -13,8 +12,6 @@ optimizers and `state_dict` see separate tensors. Whether they still do is looke
 from __future__ import annotations
 
 import copy
-import ctypes
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,11 +30,11 @@ from ..kernels.product import Merged, ProductSpec, multiply
 from .fp8 import Scaling
 from .overlap import choose_moves, deal_sums, refuse_copies
 from .product import make_spec, watches_operations
-from .side_by_side import ALIGNMENT_BYTES, Laid, can_lie, find_place, is_foreign, lay_together
+from .sibling_memory import SiblingMemory
 from .tokens import TokenStream
 
 
-class SiblingInput:
+class SiblingInput(SiblingMemory):
     """What the linears that read one input share: their allocation, and for the length of a call what the first one computed.
 
     The first sibling that is called with an input computes the outputs of all; the others take theirs while the input is the
@@ -57,11 +54,10 @@ class SiblingInput:
     def __init__(
         self, group: TPGroup, members: int, reduce_dtype: torch.dtype | None = None, tokens: TokenStream | None = None
     ) -> None:
-        self.group, self.members, self.reduce_dtype, self.tokens = group, members, reduce_dtype, tokens
-        self._slots: list[Any] = [lambda: None] * members  # weak: a copy of one member is a member of no group
+        super().__init__(members)
+        self.group, self.reduce_dtype, self.tokens = group, reduce_dtype, tokens
         self._spec: ProductSpec | None = None
         self._dealt: tuple[ProductSpec, Dealt, ProductSpec] | None = None  # the last one, and what it was made of
-        self._laid: Laid | None = None
         self.scaling: Scaling | None = None
         self._stored: tuple[Any, Tensor] | None = None
         self._strikes, self._alone = {True: 0, False: 0}, {True: False, False: False}  # by whether a gradient is wanted
@@ -74,10 +70,7 @@ class SiblingInput:
         twin = memo[id(self)] = SiblingInput(self.group, self.members, self.reduce_dtype, tokens)
         twin.scaling = copy.deepcopy(self.scaling, memo)
         twin._strikes, twin._alone = dict(self._strikes), dict(self._alone)
-        laid = self.find_laid()
-        if laid is not None:
-            weights, biases = ([copy.deepcopy(each, memo) for each in part] for part in (laid.weights, laid.biases))
-            twin._laid = lay_together(weights, biases)
+        twin._laid = self.copy_laid(memo)
         return twin
 
     def clear(self) -> None:
@@ -93,68 +86,6 @@ class SiblingInput:
     def forget_options(self) -> None:
         """Read the members' options again: one has changed."""
         self._spec = None
-
-    # -- members and their memory -----------------------------------------------------------------------------------------
-
-    def add(self, layer: nn.Module) -> None:
-        """Count a linear layer as the next member; others (convolutions, Conv1Ds) only enter their input here."""
-        place = next(i for i, slot in enumerate(self._slots) if slot() is None)
-        layer.__dict__["place"] = place
-        self._slots[place] = weakref.ref(layer)
-
-    def follow_copy(self, layer: nn.Module) -> None:
-        """Take a copied layer for the member that it is, if the group was copied with it."""
-        place = layer.__dict__.get("place", -1)
-        if place >= 0 and self._slots[place]() is None:
-            self._slots[place] = weakref.ref(layer)
-
-    def lay(self) -> None:
-        """Move the members' weights and biases side by side, where they are all there and alike."""
-        params = self._read_parameters()
-        layers = [slot() for slot in self._slots]
-        if params is not None and can_lie(params[0]) and all(_keeps_alignment(layer) for layer in layers):
-            self._laid = lay_together(*params)
-
-    def lies_in_file(self) -> bool:
-        """Whether a member's weight lies in memory that torch did not allocate: in a mapped checkpoint, say."""
-        params = self._read_parameters()
-        return params is not None and any(is_foreign(weight) for weight in params[0])
-
-    def follow(self, moved: bool) -> None:
-        """After a member's data was converted or moved: let go of the old memory, and lay the new when all have moved."""
-        if self.find_laid() is None and moved and not any(_is_gathered(slot()) for slot in self._slots):
-            self.lay()
-
-    def find_laid(self) -> Laid | None:
-        """The allocation, if it is still what the members' parameters lie in; where it is not, it is let go."""
-        laid = self._laid
-        if laid is None:
-            return None
-        for slot, weight, bias, place in zip(self._slots, laid.weights, laid.biases, laid.places, strict=True):
-            layer = slot()
-            if layer is None or _is_gathered(layer):
-                return None
-            table = layer._parameters
-            if table.get("weight") is not weight or table.get("bias") is not bias or place != find_place(weight, bias):
-                self._laid = None
-                return None
-        return laid
-
-    def _read_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter | None]] | None:
-        """The members' own weights and biases; None where some are computed from others, sharded further, or not there."""
-        weights, biases = [], []
-        for slot in self._slots:
-            layer = slot()
-            if layer is None:
-                return None
-            weight, bias = layer._parameters.get("weight"), getattr(layer, "bias", None)  # pruned, it is no Parameter
-            if type(weight) is not nn.Parameter or (bias is not None and type(bias) is not nn.Parameter):
-                return None
-            weights.append(weight)
-            biases.append(bias)
-        return weights, biases
-
-    # -- one call ---------------------------------------------------------------------------------------------------------
 
     def multiply(self, layer: Any, x: Tensor) -> Tensor:
         """`layer`'s product with `x`, taken from what its siblings had computed, or computed for them all."""
@@ -188,7 +119,7 @@ class SiblingInput:
             self._slots[layer.place], self._spec = weakref.ref(layer), None
             return None
         laid = self.find_laid()
-        params = self._read_parameters() if laid is None else (laid.weights, laid.biases)
+        params = self.read_parameters() if laid is None else (laid.weights, laid.biases)
         if params is None or not _is_plain(x):
             return None
         weights, biases = params
@@ -373,41 +304,8 @@ class _Round:
         self.source, self.broken, self.outputs = None, True, []
 
 
-def lay_siblings(model: nn.Module) -> None:
-    """Move the weights of each group of siblings below `model` side by side; their Parameters stay the objects they are.
-
-    What lies in a mapped file stays there: one product in place of a few would cost the CPU a copy of the weights.
-    """
-    groups = {id(g): g for g in (m.__dict__.get("siblings") for m in model.modules()) if isinstance(g, SiblingInput)}
-    for group in groups.values():
-        if not group.lies_in_file():
-            group.lay()
-            trim_heap()
-    if groups and torch.cuda.is_available():
-        torch.cuda.empty_cache()  # the old memory lies in pieces that the next allocation, a larger one, can't use
-
-
-def trim_heap() -> None:
-    """Give freed memory on the CPU back to the system: glibc keeps it in pieces, and what is laid next needs larger ones."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:  # another C library has none
-        trim(0)
-
-
 def _is_plain(x: Tensor) -> bool:
     """Whether `x` is memory whose changes are counted: no subclass, no inference tensor, nothing of torch.func."""
     if type(x) is not Tensor and type(x) is not nn.Parameter:
         return False
     return not x.is_inference() and torch._C._functorch.maybe_current_level() is None
-
-
-def _is_gathered(layer: nn.Module | None) -> bool:
-    """Whether a `GatherReplacedLayerParams` has made some of its tensors whole, which go back to where they were."""
-    return layer is not None and "gathered" in layer.__dict__
-
-
-def _keeps_alignment(layer: Any) -> bool:
-    """Whether the next weight would begin where reads are fast, on every rank alike: ranks must lay the same groups."""
-    weight, shard = layer._parameters["weight"], layer.shards.get("weight")
-    shapes = [tuple(weight.shape)] if shard is None else [shard.local_shape(rank) for rank in range(shard.tp_size)]
-    return all(rows * columns * weight.element_size() % ALIGNMENT_BYTES == 0 for rows, columns in shapes)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..collectives import sum_together
 from ..comm import TPGroup
 from ..errors import PlanError
+from ..row_collectives import sum_together
 from .base import TensorParallel_Layer, insert_class
 from .entry import asks_for
 from .fully import refuse_inner

@@ -19,7 +19,6 @@ does what it does without.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,17 +29,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..collectives import collect_rows, deal_rows, enter_rows, pad_rows, scatter_rows_to_group
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
-from ..exchange import find_exchange
-from ..kernels.dealt import Dealt
-from ..kernels.moves import BY_SIZE, Moves
 from .draws import Draws, Frame, FrameState
 from .layouts import Layout, LayoutMemory
-from .product import watches_operations
+from .token_rows import TokenRows
 
-MOST_LAYOUTS = 256  # of forwards, whose description is kept
 # The modules that run with a part in streams, one inside another: what a checkpoint that is made there needs to know.
 RUNNING: ContextVar[tuple[Any, ...]] = ContextVar("autotp_running", default=())
 # Of a rank's rows of one activation, below which "auto" does not deal them: in training, and where no gradient is wanted. There
@@ -90,35 +84,27 @@ class TokenPart:
     draws: bool = False
 
 
-class TokenStream:
+class TokenStream(TokenRows):
     """What the modules of one chain of layers share.
 
     Attributes:
-        group: the ranks; mode: True, "auto" or False, as a plan says.
-        layout: of the forward that runs, None where it deals nothing.
+        mode: True, "auto" or False, as a plan says.
         joined: the layout of rows that were joined in this forward: whoever reads them before (a hook), it goes on from there.
         owners: how many modules run that hold both the layers and what joins the rows again; nothing is dealt outside all of
             them. None where nobody counts.
         suspended: deal nothing: somebody collects what passes between the layers.
         keeps_whole: row linears leave their sums whole, as the module around them deals what it returns; of the one that runs.
-        local, full: what was gathered last, while its module runs; gathering: that module's name.
     """
 
     def __init__(self, group: TPGroup, mode: bool | str, draws: Draws | None = None) -> None:
-        self.group, self.mode, self.draws = group, mode, draws or Draws(group)
-        self.layout: Layout | None = None
+        super().__init__(group)
+        self.mode, self.draws = mode, draws or Draws(group)
         self.joined: Layout | None = None
         self.owners: int | None = None
         self.suspended = self.keeps_whole = False
-        self.local: Tensor | None = None
-        self.full: Tensor | None = None
         self._inside = 0  # how many of its modules are running, one in another
-        self._described: dict[Any, Dealt] = {}
-        self.specs: dict[str, tuple[Any, Any]] = {}  # of row linears, by their names: what each was made of, and the spec
         self._known = LayoutMemory()  # of what entered modules
         self._frame: Frame | None = None  # of what dealt rows draw
-        self.gathering = ""  # the module that gathers
-        self._readers: dict[str, Any] = {}  # weak: the linears that read first what a module gathered, by its name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenStream:
         twin = memo[id(self)] = TokenStream(self.group, self.mode, copy.deepcopy(self.draws, memo))
@@ -222,142 +208,20 @@ class TokenStream:
         finally:
             self.layout, self.joined, self.keeps_whole, self._inside, self._frame = before
 
-    @contextmanager
-    def hiding_rows(self) -> Iterator[None]:
-        """Within it what was gathered is a tensor like another, and linears that read it sum its gradient as any other's."""
-        before = self.local, self.full
-        self.local = self.full = None
-        try:
-            yield
-        finally:
-            self.local, self.full = before
-
     def reset(self) -> None:
         """Forget the forward that ran: it has ended, or died half way."""
         self.layout = self.joined = self.local = self.full = self._frame = None
         self.suspended, self.keeps_whole, self._inside = False, False, 0
-
-    # -- moving rows ----------------------------------------------------------------------------------------------------
-
-    def split(self, x: Tensor) -> Tensor:
-        """This rank's rows of `x`, which all ranks hold."""
-        layout = self._layout()
-        if tuple(x.shape[: len(layout.lead)]) == layout.lead:
-            rest, lead = x.shape[len(layout.lead) :], layout.dealt
-        else:
-            self._check_rows(x, layout.rows)
-            rest, lead = x.shape[1:], (layout.share,)
-        return deal_rows(x.reshape(layout.rows, *rest), self.group).view(*lead, *rest)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """All ranks' rows of `x`; the same tensor, gathered again in one module, is the same tensor.
-
-        The linears that read it first in this module's last forward begin while it is on its way.
-        """
-        if x is self.local and self.full is not None:
-            return self.full
-        if watches_operations() or x.ndim < 2:
-            full, hold = self.join(x), None
-        else:
-            full, hold = self._gather_moving(x)
-        self.local, self.full = x, full
-        if hold is not None:
-            hold(full)
-        return full
-
-    def _gather_moving(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], None] | None]:
-        """The rows, and what is to be told the tensor that the linears will ask by."""
-        layout, hold = self._layout(), None
-        lead, rest = (layout.lead, x.ndim - 1) if self._is_dealt(x) else ((layout.rows,), 1)
-        exchange, reader = find_exchange(self.group), self._readers.get(self.gathering)
-        siblings = None if reader is None or x.ndim != rest + 1 else reader()
-        moves = BY_SIZE if siblings is None else siblings.choose_moves()
-        gather = exchange.gather(x.detach().reshape(layout.share, -1), moves.forward)
-        if siblings is not None:
-            hold = siblings.begin_ahead(x, gather, moves)
-        rows = gather.wait_all()
-        rows = (rows if rows.shape[0] == layout.rows else rows[: layout.rows]).view(*lead, *x.shape[rest:])
-        return (collect_rows(x, self.group, layout.rows, rows) if x.requires_grad and torch.is_grad_enabled() else rows), hold
-
-    def note_reader(self, siblings: Any) -> None:
-        """`siblings` read what the running module gathered."""
-        self._readers.setdefault(self.gathering, weakref.ref(siblings))
-
-    def describe(self, x: Tensor, dtype: torch.dtype | None, moves: Moves) -> Dealt:
-        """How the rows are dealt of which `x` `[..., K]` are all, or one rank's: for products that move them."""
-        layout, group = self._layout(), self.group
-        key = layout, x.ndim, dtype, moves
-        found = self._described.get(key)
-        if found is None:
-            flat = x.ndim != len(layout.lead) + 1
-            shape, local = ((layout.rows,), (layout.share,)) if flat else (layout.lead, layout.dealt)
-            found = Dealt(find_exchange(group), group.tp_rank, group.tp_size, shape, local, dtype, moves)
-            if len(self._described) > MOST_LAYOUTS:
-                self._described.clear()
-            self._described[key] = found
-        return found
-
-    def _is_dealt(self, x: Tensor) -> bool:
-        layout = self._layout()
-        if tuple(x.shape[: len(layout.lead)]) == layout.dealt:
-            return True
-        self._check_rows(x, layout.share)
-        return False
-
-    def join(self, x: Tensor) -> Tensor:
-        """All ranks' rows of `x`, whose gradient is complete."""
-        layout = self._layout()
-        if tuple(x.shape[: len(layout.lead)]) == layout.dealt:
-            rest, lead = x.shape[len(layout.lead) :], layout.lead
-        else:
-            self._check_rows(x, layout.share)
-            rest, lead = x.shape[1:], (layout.rows,)
-        return collect_rows(x.reshape(layout.share, *rest), self.group, layout.rows).view(*lead, *rest)
-
-    def scatter(self, y: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """This rank's rows of the sum over the ranks of `y`, added up in `dtype` if one is named."""
-        layout = self._layout()
-        if tuple(y.shape[: len(layout.lead)]) == layout.lead:
-            rest, lead = y.shape[len(layout.lead) :], layout.dealt
-        else:
-            self._check_rows(y, layout.rows)
-            rest, lead = y.shape[1:], (layout.share,)
-        self.leave_whole_rows()
-        rows = pad_rows(y.reshape(layout.rows, *rest), self.group.tp_size)
-        return scatter_rows_to_group(rows, self.group, dtype).view(*lead, *rest)
 
     @property
     def scatters(self) -> bool:
         """Whether a row linear's sum is dealt to the ranks now."""
         return self.layout is not None and not self.keeps_whole
 
-    def leave_whole_rows(self) -> None:
-        """Partial sums were scattered: what follows in this module reads dealt rows, and draws for those."""
-        frame = self._frame
-        if frame is not None:
-            for inside in frame.frames[frame.frames.index(frame) + 1 :]:
-                inside.switch(apart=False)
-            frame.switch(apart=True)
-
-    def find_local(self, x: Tensor) -> Tensor | None:
-        """The rows that `x` was gathered from; None if it was not gathered last."""
-        return self.local if self.layout is not None and x is self.full else None
-
-    def enter(self, x: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-        """`x` as sharded computation reads it, its gradient reduce-scattered; None if it was not gathered last."""
-        local = self.find_local(x)
-        return None if local is None else enter_rows(local, x, self.group, dtype)
-
-    def _layout(self) -> Layout:
-        assert self.layout is not None
-        return self.layout
-
-    def _check_rows(self, x: Tensor, rows: int) -> None:
-        if x.ndim < 1 or x.shape[0] != rows:
-            raise PlanError(
-                f"a tensor of shape {list(x.shape)} is not one row a token: the forward deals {self.layout} over "
-                f"{self.group.tp_size} ranks. Pass sequence_parallel=False, or make the plan again with inputs= like these."
-            )
+    def scatter(self, y: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """This rank's rows of the sum over the ranks of `y`; what follows in this module reads dealt rows."""
+        self.leave_whole_rows()
+        return super().scatter(y, dtype)
 
     # -- random numbers -------------------------------------------------------------------------------------------------
 
@@ -387,6 +251,14 @@ class TokenStream:
         finally:
             if frame is not None:
                 frame.switch(apart=True)
+
+    def leave_whole_rows(self) -> None:
+        """Partial sums were scattered: what follows in this module reads dealt rows, and draws for those."""
+        frame = self._frame
+        if frame is not None:
+            for inside in frame.frames[frame.frames.index(frame) + 1 :]:
+                inside.switch(apart=False)
+            frame.switch(apart=True)
 
 
 def map_first(output: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
-from ..comm import resolve_group
 from ..errors import AutoTPError
+from ..groups import resolve_group
 
 
 class DataSampler(DistributedSampler):

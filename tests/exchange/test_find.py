@@ -1,8 +1,8 @@
 """Which exchange a group gets, and why."""
 
 import autotp.exchange as exchange
-from autotp.comm import resolve_group
 from autotp.exchange import Exchange, find_exchange
+from autotp.groups import resolve_group
 
 
 class Failing:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import autotp
-from autotp.comm import init_process_group_from_env
+from autotp.groups import init_process_group_from_env
 from autotp.layers.fully import make_whole
 from tests.gpu.checks import CUDA, run_checks
 from tests.models import batch, tiny

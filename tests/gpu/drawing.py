@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import autotp
-from autotp.comm import resolve_group
+from autotp.groups import resolve_group
 from tests.inject.test_dropout import independent, make_gpt2, solve_weights, telling_llama, watch
 from tests.models import batch, tiny
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 import autotp
-from autotp.comm import resolve_group
 from autotp.errors import AutoTPError
 from autotp.exchange import CopyExchange, Exchange, find_exchange
+from autotp.groups import resolve_group
 from autotp.kernels.blocks import Dealt, block_of, multiply_and_sum, pad, sum_whole
 from autotp.kernels.moves import Moves
 

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from autotp.comm import resolve_group
+from autotp.groups import resolve_group
 from autotp.kernels import reference
 
 CUDA = os.environ.get("DEVICE", "cuda") == "cuda"

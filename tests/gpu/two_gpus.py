@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, St
 
 import autotp
 from autotp.checkpoint.random_state import random_state, set_random_state
-from autotp.comm import init_process_group_from_env
 from autotp.generation.engine import find_engine
+from autotp.groups import init_process_group_from_env
 from autotp.layers.decoding import decoding_step
 from autotp.train.optimizer import MasterOptimizer
 from tests.gpu import data_parallel, drawing, moving_rows, peer_sums

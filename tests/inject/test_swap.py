@@ -10,10 +10,11 @@ from transformers.pytorch_utils import Conv1D
 
 import autotp
 from autotp.errors import PlanError
+from autotp.index_runs import compress_indices
 from autotp.inject.module_plan import InputPlan, ModulePlan, NormPlan
 from autotp.inject.plan import Plan, Region
 from autotp.layers.base import find_group
-from autotp.shard import Cut, Shard, compress_indices
+from autotp.shard import Cut, Shard
 from tests.inject.test_families import full_gradients, run_once
 from tests.models import batch, tiny
 

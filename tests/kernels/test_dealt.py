@@ -8,9 +8,9 @@ from itertools import chain
 import pytest
 import torch
 
-from autotp.comm import resolve_group
 from autotp.errors import AutoTPError
 from autotp.exchange import Exchange, Gather, Scatter
+from autotp.groups import resolve_group
 from autotp.kernels.dealt import Dealt, backward_linear, block_of, multiply_gathered, multiply_scattered
 from autotp.kernels.moves import Decision, Moves
 from autotp.kernels.product import Merged, ProductSpec, multiply

@@ -5,9 +5,10 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
+from autotp.index_runs import compress_indices
 from autotp.inject.module_plan import InputPlan, ModulePlan, NormPlan
 from autotp.inject.plan import Plan, Region
-from autotp.shard import Cut, Shard, compress_indices
+from autotp.shard import Cut, Shard
 
 H, HEADS, KV, D, E, WIDTH = 12, 8, 2, 4, 3, 8  # hidden, heads, kv heads, head size, experts, their width
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autotp.comm import resolve_group
 from autotp.errors import PlanError
+from autotp.groups import resolve_group
 from autotp.inject.swap import make_plain
 from autotp.layers.attention import (
     attention_shards,

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed import all_reduce
 
-from autotp.comm import resolve_group
 from autotp.errors import PlanError
+from autotp.groups import resolve_group
 from autotp.layers.cross_entropy import vocab_parallel_cross_entropy
 from autotp.shard import Shard
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from autotp.comm import resolve_group
 from autotp.errors import GatherError, PlanError
+from autotp.groups import resolve_group
 from autotp.layers.base import insert_class
 from autotp.layers.embedding import (
     HiddenParallelEmbedding,

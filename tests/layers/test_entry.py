@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from autotp.comm import resolve_group
 from autotp.errors import AutoTPError, PlanError
+from autotp.groups import resolve_group
 from autotp.layers.base import insert_class, plain_class
 from autotp.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from autotp.layers.entry import SHARDED_LOSS, ShardedLoss, check_logits_path, install_entry, remove_entry

@@ -9,7 +9,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import autotp
-from autotp.comm import TPGroup, resolve_group
+from autotp.comm import TPGroup
+from autotp.groups import resolve_group
 from autotp.kernels.fp8 import Recipe
 from autotp.layers.fp8 import ScaledLinear, Scaling, scalings_of
 from autotp.layers.linear import Conv1DLayer, LinearAllreduce, LinearLayer

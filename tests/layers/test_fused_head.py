@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.comm import resolve_group
+from autotp.groups import resolve_group
 from autotp.layers import fused_head
 from autotp.layers.embedding import VocabParallelHead
 from autotp.layers.fused_head import OUTPUTS, LogProbs, Scaling, vocab_parallel_log_probs

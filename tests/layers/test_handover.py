@@ -10,6 +10,7 @@ import torch
 
 import autotp
 from autotp.comm import TPGroup
+from autotp.groups import resolve_group
 from autotp.kernels.fp8 import Recipe
 from autotp.layers.handover import Handover, find_source, remove_source
 from tests.models import batch, tiny
@@ -187,7 +188,7 @@ def test_what_is_kept_is_no_part_of_a_copy_or_a_file(taken):
 
 
 def ranks_run(group, scaling, dealt):
-    model, inputs = build(Recipe(scaling, least=16), autotp.comm.resolve_group(group), dealt)
+    model, inputs = build(Recipe(scaling, least=16), resolve_group(group), dealt)
     apart, found = take_apart(model), []
     take = Handover.take
 

@@ -11,8 +11,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import autotp
-from autotp.comm import TPGroup, resolve_group
+from autotp.comm import TPGroup
 from autotp.errors import PlanError
+from autotp.groups import resolve_group
 from autotp.layers.linear import Conv1DAllreduce, Conv1DLayer, LinearAllreduce, LinearLayer, prepare, rewrite_linear
 from tests.models import batch, tiny
 

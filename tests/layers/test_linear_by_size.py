@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import autotp
-from autotp.comm import resolve_group
 from autotp.errors import AutoTPError, PlanError
+from autotp.groups import resolve_group
 from autotp.layers.linear_by_size import Linear
 from autotp.shard import Shard
 from tests.layers.test_merged import made

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autotp
-from autotp.comm import resolve_group
 from autotp.errors import AutoTPError
+from autotp.groups import resolve_group
 from autotp.layers.linear import (
     Conv1DAllreduce,
     Conv1DLayer,

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from autotp.comm import TPGroup
 from autotp.kernels import gradients
 from autotp.layers.linear import LinearLayer
-from autotp.layers.siblings import SiblingInput, lay_siblings
+from autotp.layers.sibling_memory import lay_siblings
+from autotp.layers.siblings import SiblingInput
 
 SIZES = (8, 4, 6)
 

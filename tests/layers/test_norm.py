@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from autotp.comm import resolve_group
+from autotp.groups import resolve_group
 from autotp.layers.norm import count_holders, install_norm
 from autotp.layers.region import Border, install_region
 from autotp.shard import Shard

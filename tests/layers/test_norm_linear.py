@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import autotp
 from autotp import LayerNormLinear, LinearLayer
-from autotp.comm import resolve_group
 from autotp.errors import AutoTPError, PlanError
+from autotp.groups import resolve_group
 from autotp.kernels import blocks
 from autotp.layers import norm_product, norm_wgrad
 from autotp.layers.linear import prepare

@@ -9,9 +9,9 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from autotp import LayerNormLinear, Linear, LinearAllreduce, LinearLayer
-from autotp.comm import resolve_group
 from autotp.errors import KernelUnsupported, PlanError
 from autotp.exchange import Exchange
+from autotp.groups import resolve_group
 from autotp.kernels.moves import Moves
 from autotp.layers.linear import Conv1DLayer
 from autotp.layers.overlap import explain_overlap, read_moves

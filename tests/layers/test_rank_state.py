@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import autotp
-from autotp.comm import resolve_group
 from autotp.errors import CheckpointError
+from autotp.groups import resolve_group
 from autotp.layers.rank_state import (
     SHARDS,
     check_rank_state,

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autotp.comm import init_process_group_from_env
 from autotp.errors import AutoTPError
+from autotp.groups import init_process_group_from_env
 from autotp.train.launch import RankFailed, launch_ranks, send_message
 
 pytestmark = pytest.mark.usefixtures("forked_launch")  # the last test starts its rank as users' are
