@@ -6,6 +6,9 @@ Every rank queues the same moves in the same order; a rank that does not come is
 Buffers of a kind take turns, two of them. A rank says that it has put something into the one only after it has fetched all that
 it wanted from the other, as its copies run in order. So what was put there last has been fetched by all once everything of the
 use in between is here: nobody has to say so.
+
+Rows that are lent lie in such a buffer, the others' blocks beside the one that this rank put there: it is not copied again, as a
+copy within one GPU takes multiprocessors from the products. The next use waits for the stream that reads them.
 """
 
 from __future__ import annotations
