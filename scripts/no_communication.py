@@ -35,7 +35,7 @@ class NoExchange(Exchange):
     def decide(self, n_bytes: int, way: bool | None) -> Decision:
         return Decision(False, NOTHING_MOVES)
 
-    def gather(self, local: Tensor, way: bool | None = None, full: Tensor | None = None) -> Gather:
+    def gather(self, local: Tensor, way: bool | None = None, full: Tensor | None = None, lent: bool = False) -> Gather:
         return Gather(draw_standing(local, self.group.tp_size * local.shape[0], *local.shape[1:]))
 
     def scatter(self, rows: int, width: int, like: Tensor, dtype: torch.dtype | None = None, way: bool | None = None) -> Scatter:
@@ -53,7 +53,7 @@ class NoExchangeInBlocks(NoExchange):
     def decide(self, n_bytes: int, way: bool | None) -> Decision:
         return Decision(True, "to see what blocks cost")
 
-    def gather(self, local: Tensor, way: bool | None = None, full: Tensor | None = None) -> Gather:
+    def gather(self, local: Tensor, way: bool | None = None, full: Tensor | None = None, lent: bool = False) -> Gather:
         size, me = self.group.tp_size, self.group.tp_rank
         rows = draw_standing(local, size * local.shape[0], *local.shape[1:])
         return Gather(rows, [(me + i) % size for i in range(size)])

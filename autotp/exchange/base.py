@@ -98,11 +98,13 @@ class Exchange:
         """In it what is queued runs beside what is queued outside from now on, once what was queued before is done."""
         return nullcontext()
 
-    def gather(self, local: Tensor, way: bool | None = None, full: Tensor | None = None) -> Gather:
+    def gather(self, local: Tensor, way: bool | None = None, full: Tensor | None = None, lent: bool = False) -> Gather:
         """Begin to gather `local` `[R, K]`, this rank's block, as large on all ranks; `way` as in kernels/moves.py.
 
         Args:
             full: memory that copies may be put into, `[T * R, K]`.
+            lent: in place of `full`: the rows are read on this stream, and before the next gather but one begins, which may
+                overwrite them.
         """
         return Gather(self.group.gather_rows(local))
 

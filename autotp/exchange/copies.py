@@ -6,6 +6,9 @@ Every rank queues the same moves in the same order; a rank that does not come is
 Buffers of a kind take turns, two of them. A rank says that it has put something into the one only after it has fetched all that
 it wanted from the other, as its copies run in order. So what was put there last has been fetched by all once everything of the
 use in between is here: nobody has to say so.
+
+Rows that are lent lie in such a buffer, the others' blocks beside the one that this rank put there: it is not copied again, as a
+copy within one GPU takes multiprocessors from the products. The next use waits for the stream that reads them.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ class _Slot:
         place: where this rank's flags begin.
         queued: event of this rank's stream when a use begins; arrived: for each rank, when its block has been fetched.
         complete: event of when all of the last use has, None until that is queued; waits: the stream that waits for it already.
+        reader: the stream that reads the buffer itself, where the last use lent it.
     """
 
     def __init__(self, exchange: CopyExchange, place: int) -> None:
@@ -61,6 +65,7 @@ class _Slot:
         self.arrived = [exchange.device.make_event() for _ in range(size)]
         self.complete: int | None = self.queued
         self.waits: int | None = None
+        self.reader: int | None = None
 
     def grow(self, n_bytes: int) -> None:
         """Replace the buffer by one of `n_bytes`, on all ranks together."""
@@ -175,8 +180,10 @@ class CopyExchange(Exchange):
         self.device.check(between.wait_complete(stream))
         if slot.capacity < n_bytes:
             slot.grow(n_bytes)
+        if slot.reader not in (None, stream):
+            self.device.check(self.device.record(slot.queued, slot.reader) or self.device.wait_event(stream, slot.queued, 0))
         slot.uses += 1
-        slot.complete = slot.waits = None
+        slot.complete = slot.waits = slot.reader = None
         return slot
 
     def decide(self, n_bytes: int, way: bool | None) -> Decision:
@@ -190,10 +197,10 @@ class CopyExchange(Exchange):
     def beside(self) -> AbstractContextManager[Any]:
         return self.device.beside()
 
-    def gather(self, local: Tensor, way: bool | None = None, full: Tensor | None = None) -> Gather:
+    def gather(self, local: Tensor, way: bool | None = None, full: Tensor | None = None, lent: bool = False) -> Gather:
         if not self.decide(self.group.tp_size * local.numel() * local.element_size(), way).copies:
             return super().gather(local)
-        return _CopyGather(self, local.contiguous(), full)
+        return _CopyGather(self, local.contiguous(), full, lent)
 
     def scatter(self, rows: int, width: int, like: Tensor, dtype: torch.dtype | None = None, way: bool | None = None) -> Scatter:
         if not self.decide(rows * width * like.element_size(), way).copies:
@@ -202,24 +209,31 @@ class CopyExchange(Exchange):
 
 
 class _CopyGather(Gather):
-    def __init__(self, exchange: CopyExchange, local: Tensor, full: Tensor | None) -> None:
+    """Blocks on their way into `full`, or `lent` into the buffer that holds this rank's for the others: one copy less."""
+
+    def __init__(self, exchange: CopyExchange, local: Tensor, full: Tensor | None, lent: bool) -> None:
+        assert full is None or not lent
         size, rows, me = exchange.group.tp_size, local.shape[0], exchange.rank
-        full = local.new_empty(size * rows, *local.shape[1:]) if full is None else full
+        n_bytes, stream, driver = local.numel() * local.element_size(), exchange.stream, exchange.device
+        if full is None and not lent:
+            full = local.new_empty(size * rows, *local.shape[1:])
+        current, step = driver.current_stream(), n_bytes if lent else 0  # from one rank's place in its buffer to the next one's
+        self.slot = slot = exchange.take_slot("gather", n_bytes + (size - 1) * step, current)
+        if full is None:
+            slot.reader, full = current, slot.view((size * rows, local.shape[1]), local.dtype, 0)
         super().__init__(full, (me, *exchange.sources))
         self.exchange, self.local, self.rank, self.rows = exchange, local, me, rows
-        n_bytes, stream, driver = local.numel() * local.element_size(), exchange.stream, exchange.device
-        current = driver.current_stream()
-        self.slot = slot = exchange.take_slot("gather", n_bytes, current)
         source, target = local.data_ptr(), full.data_ptr()
         # A copy within one GPU runs on its multiprocessors: on the other stream it would wait until the next product leaves some.
-        code = driver.copy(slot.pointers[me], source, n_bytes, current)
+        code = driver.copy(slot.pointers[me] + me * step, source, n_bytes, current)
         code = code or driver.record(slot.queued, current) or driver.wait_event(stream, slot.queued, 0)
         for peer in exchange.peers:
             code = code or driver.write(stream, slot.ready_there[peer], slot.uses, 0)
         for peer in exchange.sources:
-            code = code or slot.fetch(stream, peer, target + peer * n_bytes, 0, n_bytes)
-        slot.complete = slot.arrived[me]
-        code = code or driver.copy(target + me * n_bytes, source, n_bytes, stream) or driver.record(slot.complete, stream)
+            code = code or slot.fetch(stream, peer, target + peer * n_bytes, peer * step, n_bytes)
+        slot.complete = slot.arrived[exchange.sources[-1] if lent else me]
+        if not lent:
+            code = code or driver.copy(target + me * n_bytes, source, n_bytes, stream) or driver.record(slot.complete, stream)
         driver.check(code or exchange.finish_use("gather", slot))
 
     def wait(self, rank: int) -> Tensor:

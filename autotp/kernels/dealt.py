@@ -123,7 +123,7 @@ def _gathered_backward(ctx: Any, rows: dict[int, Tensor]) -> tuple[Tensor | None
     if wanted[3] and ctx.merged is not None:
         check_versions(ctx)
     local, *saved = ctx.saved_tensors
-    gather = None if local is None else dealt.exchange.gather(local, dealt.moves.gather)
+    gather = None if local is None else dealt.exchange.gather(local, dealt.moves.gather, lent=True)
     joined = join_gradients(ctx, rows)
 
     def multiply_weights() -> list[Tensor | None]:
@@ -157,7 +157,7 @@ class _Scattered(torch.autograd.Function):
 def _scattered_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     _check_main_grads(ctx)
     dealt, (x, weight) = ctx.spec.dealt, ctx.saved_tensors
-    gather = dealt.exchange.gather(grad.reshape(-1, grad.shape[-1]), dealt.moves.gather)
+    gather = dealt.exchange.gather(grad.reshape(-1, grad.shape[-1]), dealt.moves.gather, lent=True)
     dx = None
     if weight is not None:
         dx = multiply_gathered_gradient(dealt, gather, [as_rows(weight, ctx.spec)]).view(ctx.shape).to(ctx.dtype)
@@ -200,7 +200,7 @@ def backward_linear(
     _check_pieces(dy, x, weight, mode, dealt, wants_dx, wants_dw, main_grad)
     exchange, way = dealt.exchange, dealt.moves.gather
     if mode == "column":
-        gather = exchange.gather(x, way) if wants_dw else None
+        gather = exchange.gather(x, way, lent=True) if wants_dw else None
 
         def multiply_weight() -> Tensor | None:
             return None if gather is None else _multiply_into(dy, dealt.trim(gather.wait_all()), main_grad, overwrite)
@@ -209,7 +209,7 @@ def backward_linear(
         return dx, dw, dy.sum(0) if wants_db else None
     if not (wants_dx or wants_dw or wants_db):
         return None, None, None
-    gather = exchange.gather(dy, way)
+    gather = exchange.gather(dy, way, lent=True)
     dx = multiply_gathered_gradient(dealt, gather, [weight]) if wants_dx else None  # type: ignore[arg-type]
     rows = dealt.trim(gather.wait_all())
     dw = _multiply_into(rows, x, main_grad, overwrite) if wants_dw else None  # type: ignore[arg-type]

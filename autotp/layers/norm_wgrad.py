@@ -122,7 +122,7 @@ class Product:
         """Normalise the input again; where its rows are dealt, begin to gather them."""
         h = how.normalise(self.x.reshape(-1, self.x.shape[-1]), self.gamma, self.beta)[0]
         dealt = how.deal(h.shape[0] * how.group.tp_size) if how.gather_rows else None
-        self.gather = Gather(h) if dealt is None else dealt.exchange.gather(h, how.moves.gather)
+        self.gather = Gather(h) if dealt is None else dealt.exchange.gather(h, how.moves.gather, lent=True)
 
     @torch.no_grad()
     def weight_gradients(self, how: NormProduct, sink: Sink | None = None) -> list[Tensor | None]:

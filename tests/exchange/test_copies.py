@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from autotp.errors import AutoTPError
-from autotp.exchange.copies import CopyExchange
+from autotp.exchange.copies import SLOTS, CopyExchange
 from autotp.exchange.watch import Watch
 from autotp.kernels.blocks import Dealt, block_of, multiply_and_sum, multiply_gathered_rows, sum_scattered, sum_whole
 from autotp.kernels.moves import Moves
-from tests.exchange.fake import World
+from tests.exchange.fake import COMPUTE, World
 
 
 def part(step, rank, rows, width):
@@ -36,8 +36,8 @@ def move_much(exchange, seed):
         eye = torch.eye(width)
         if kind == "gathers":  # as many on their way at once as there are buffers, or more; read the other way round
             numbers = range(100, draw.choice((300, 600)), 100)
-            locals_ = [part(step + i, rank, share, width) for i in numbers]
-            begun = [exchange.gather(local.clone(), True) for local in locals_]
+            locals_, lent = [part(step + i, rank, share, width) for i in numbers], len(numbers) == SLOTS
+            begun = [exchange.gather(local.clone(), True, lent=lent) for local in locals_]
             for i, gather in zip(reversed(numbers), reversed(begun), strict=True):
                 expected = [part(step + i, other, share, width) for other in range(size)]
                 for other in gather.order:
@@ -45,6 +45,7 @@ def move_much(exchange, seed):
                 out = torch.empty(rows, width)
                 multiply_gathered_rows(dealt, gather, [eye], [out])
                 assert torch.equal(out, torch.cat(expected)[:rows]) and torch.equal(gather.full, torch.cat(expected))
+                assert (gather.full.data_ptr() == gather.slot.buffer.data_ptr()) == lent
             continue
         total = sum(everyone)
         own = total[block_of(rows, rank, size)]
@@ -64,6 +65,28 @@ def move_much(exchange, seed):
 def test_what_moves_arrives_whatever_the_order(size, seeds):
     for seed in range(seeds):
         World(size, seed).run(move_much, seed)
+
+
+def read_late(exchange):
+    """Lent rows are still to be read on one stream when another begins to gather into the same buffer."""
+    size, device, seen = exchange.group.tp_size, exchange.device, []
+    local = torch.full((4, 2), float(exchange.rank))
+    for _ in range(SLOTS):  # buffers that have to grow make all wait
+        exchange.gather(local, True, lent=True)
+    full = exchange.gather(local, True, lent=True).wait_all()
+    time_to_read = time.monotonic() + 0.1
+    device.queues[COMPUTE].append(lambda: time.monotonic() > time_to_read and (seen.append(full.clone()) or True))
+    with device.beside():
+        later = [exchange.gather(local + 100 * i, True) for i in range(1, 1 + SLOTS)]
+    for i, gather in enumerate(later, 1):
+        assert torch.equal(gather.wait_all()[:: len(local), 0], torch.arange(size) + 100.0 * i)
+    device.synchronize()
+    return seen[0]
+
+
+def test_lent_rows_are_not_overwritten_before_another_stream_has_read_them():
+    for seen in World(3).run(read_late):
+        assert torch.equal(seen, torch.arange(3.0).repeat_interleave(4)[:, None].expand(12, 2))
 
 
 def test_sums_in_a_wider_dtype():

@@ -26,7 +26,7 @@ class BlockExchange(Exchange):
     def decide(self, n_bytes, way):
         return Decision(way is not False, "for this test")
 
-    def gather(self, local, way=None, full=None):
+    def gather(self, local, way=None, full=None, lent=False):
         return BlockGather(self.group, local)
 
     def scatter(self, rows, width, like, dtype=None, way=None):
