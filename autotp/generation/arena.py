@@ -28,10 +28,12 @@ class Arena:
     def __init__(self) -> None:
         self.tokens = 0
         self.blocks: dict[tuple[int, str], Tensor] = {}
+        self._begins: dict[int, list[Tensor]] = {}  # of all blocks, by the tokens in them
 
     def grow(self, tokens: int) -> None:
         """Let go of the memory and take blocks of `tokens` tokens from now on; what looked at the old ones must be gone."""
         self.blocks.clear()
+        self._begins.clear()
         self.tokens = tokens
 
     def view(self, layer: int, kind: str, shape: tuple[int, int, int, int], like: Tensor) -> Tensor:
@@ -41,12 +43,16 @@ class Arena:
         wanted = self.tokens * heads * size
         if block is None or block.numel() != wanted or block.dtype != like.dtype or block.device != like.device:
             block = self.blocks[(layer, kind)] = torch.zeros(wanted, dtype=like.dtype, device=like.device)
+            self._begins.clear()
         return block[: rows * heads * length * size].view(shape)
 
     def clear(self, tokens: int) -> None:
         """Zero what the first `tokens` tokens take: what an earlier generation left must be finite, even where it is masked."""
-        if self.blocks:
-            torch._foreach_zero_([block[: block.numel() // self.tokens * tokens] for block in self.blocks.values()])
+        if not self.blocks:
+            return
+        if tokens not in self._begins:
+            self._begins[tokens] = [block[: block.numel() // self.tokens * tokens] for block in self.blocks.values()]
+        torch._foreach_zero_(self._begins[tokens])
 
     @property
     def nbytes(self) -> int:

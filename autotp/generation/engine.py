@@ -17,7 +17,7 @@ from ..layers.base import find_group
 from ..layers.entry import judge_batch
 from .arena import Arena, ArenaCache
 from .buckets import round_length, round_rows
-from .fingerprint import fingerprint
+from .fingerprint import Fingerprint
 from .prompt import PromptStep
 from .step import Step
 
@@ -54,7 +54,7 @@ class Engine:
         self.arena = Arena()
         self.steps: OrderedDict[Hashable, Any] = OrderedDict()
         self.caches: dict[tuple[int, int], ArenaCache] = {}
-        self.print: int | None = None
+        self.print: Fingerprint | None = None
         self._pool: Any = None
 
     @contextmanager
@@ -68,10 +68,9 @@ class Engine:
 
     def refresh(self, model: nn.Module) -> None:
         """Let go of everything if the model is not what steps were made for."""
-        now = fingerprint(model)
-        if now != self.print:
+        if self.print is None or not self.print.holds(model):
             self.release()
-            self.print = now
+            self.print = Fingerprint(model)
 
     def bucket(self, rows: int, tokens: int) -> tuple[int, int]:
         """Rows and cache length that a batch of `rows` sequences of up to `tokens` cached tokens runs in."""

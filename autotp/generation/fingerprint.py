@@ -13,37 +13,107 @@ from torch import Tensor, nn
 
 _TENSORS = {Tensor, nn.Parameter}
 _PLAIN = {bool, int, float, str, torch.dtype, torch.device, type(None)}
-# What every module has, seen otherwise here or of no weight; and what transformers notes on a model at each call of generate.
-_PASSED = {*nn.Module().__dict__, "_is_hf_initialized", "_previous_max_cache_length"}
+_CONTAINERS = {list, tuple, dict}
+_FREE = object()  # the outline of what may change freely
+# Passed over: what every module has, seen otherwise here or of no weight; our maps of Shards, which change with the tensors; and
+# what transformers notes on a model at each call of generate.
+_PASSED = {*nn.Module().__dict__, "shards", "copied", "_is_hf_initialized", "_previous_max_cache_length"}
 
 
-def fingerprint(model: nn.Module) -> int:
-    """A number that differs when a captured step of `model` would no longer do what the model does."""
-    cuda = torch.backends.cuda
-    parts: list[Any] = [
+class Fingerprint:
+    """What a model is now, as far as a captured step depends on it. It keeps plain values alive, none of the model's parts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = _walk(model)
+        self._state = _read_state(model, modules)
+        self._tables = [_Table(module.__dict__) for module in modules]
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether what was captured of the model would still do what `model` does; every prompt waits for it."""
+        modules = _walk(model)
+        if _read_state(model, modules) != self._state:
+            return False
+        return all(seen.holds(module.__dict__) for seen, module in zip(self._tables, modules, strict=True))
+
+
+class _Table:
+    """What is in one module beside its tensors, modules and hooks, by what is compared.
+
+    Attributes:
+        size: entries in all. fixed: values that can't change by themselves. contents: outlines of containers. classes: of other
+            objects, which may change freely; called: the numbers of those that are called. outline: of everything, made again
+            where one of these differs.
+    """
+
+    __slots__ = ("called", "classes", "contents", "fixed", "outline", "size")
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        self.size, self.outline = len(table), _outline_all(table)
+        self.fixed: list[tuple[str, Any]] = []
+        self.called: list[tuple[str, int]] = []
+        self.contents: list[tuple[str, Any]] = []
+        self.classes: list[tuple[str, type]] = []
+        for name, seen in self.outline.items():
+            value = table[name]
+            kind = type(value)
+            if kind in _PLAIN or (kind is tuple and len(seen) == len(value)):
+                self.fixed.append((name, value))
+            elif kind in _CONTAINERS:
+                self.contents.append((name, seen))
+            else:
+                self.classes.append((name, kind))
+                if seen is not _FREE:
+                    self.called.append((name, seen))
+
+    def holds(self, table: dict[str, Any]) -> bool:
+        return self._glance(table) or _outline_all(table) == self.outline
+
+    def _glance(self, table: dict[str, Any]) -> bool:
+        """Whether nothing differs, where a difference may be none: equal values that are other objects, say."""
+        if len(table) != self.size:
+            return False
+        for name, value in self.fixed:
+            if table.get(name, _FREE) is not value:
+                return False
+        for name, number in self.called:
+            if id(table.get(name)) != number:
+                return False
+        for name, kind in self.classes:
+            if type(table.get(name)) is not kind:
+                return False
+        return not self.contents or all(_outline(table.get(name)) == seen for name, seen in self.contents)
+
+
+def _walk(model: nn.Module) -> list[nn.Module]:
+    """`model` and all modules below it, once each, always in one order."""
+    found, seen = [model], {model}
+    for module in found:
+        for child in module.__dict__["_modules"].values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
+
+
+def _read_state(model: nn.Module, modules: list[nn.Module]) -> list[Any]:
+    """What the process is set to; of all modules the classes, modes and hooks; where all tensors lie, and their dtypes."""
+    cuda, tables = torch.backends.cuda, [module.__dict__ for module in modules]
+    held = [each for table in tables for each in (table["_parameters"], table["_buffers"]) if each]
+    tensors = [tensor for each in held for tensor in each.values() if tensor is not None]
+    hooks = [each for table in tables for each in (table["_forward_hooks"], table["_forward_pre_hooks"])]
+    return [
         *(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cuda", "cpu")),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
         (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
         getattr(getattr(model, "config", None), "_attn_implementation", None),
+        [module.__class__ for module in modules],
+        [table["training"] for table in tables],
+        [(place, tuple(each)) for place, each in enumerate(hooks) if each],  # by their numbers, which are never given again
+        # Of another shape it would lie elsewhere.
+        [tensor.data_ptr() if type(tensor) in _TENSORS else _find_places(tensor) for tensor in tensors],
+        [tensor.dtype for tensor in tensors],
     ]
-    add = parts.append
-    for module in model.modules():
-        table = module.__dict__
-        add(id(module.__class__))
-        for tensors in (table["_parameters"], table["_buffers"]):
-            for tensor in tensors.values():
-                if tensor is not None:  # of another shape it would lie elsewhere
-                    add(tensor.data_ptr() if type(tensor) in _TENSORS else _find_places(tensor))
-                    add(tensor.dtype)
-        add(table["training"])
-        for hooks in (table["_forward_hooks"], table["_forward_pre_hooks"]):
-            if hooks:
-                add(tuple(hooks))  # by their numbers, which are never given again
-        for name in table:
-            if name not in _PASSED:
-                add(_outline(name, table[name]))
-    return hash(tuple(parts))
 
 
 def _find_places(tensor: Any) -> tuple[int, ...]:
@@ -55,13 +125,17 @@ def _find_places(tensor: Any) -> tuple[int, ...]:
     return tuple([each.data_ptr() for each in found if isinstance(each, Tensor)])
 
 
-def _outline(name: str, value: Any) -> Any:
+def _outline_all(table: dict[str, Any]) -> dict[str, Any]:
+    return {name: _outline(value) for name, value in table.items() if name not in _PASSED}
+
+
+def _outline(value: Any) -> Any:
     """Plain values as they are, containers of them one level deep, callables by identity; other objects may change freely."""
     kind = type(value)
     if kind in _PLAIN:
-        return name, value
+        return value
     if kind is list or kind is tuple:
-        return name, tuple([each for each in value if type(each) in _PLAIN])
+        return tuple([each for each in value if type(each) in _PLAIN])
     if kind is dict:
-        return name, tuple([(key, each) for key, each in value.items() if type(each) in _PLAIN])
-    return (name, id(value)) if callable(value) and not isinstance(value, nn.Module) else name
+        return tuple([(key, each) for key, each in value.items() if type(each) in _PLAIN])
+    return id(value) if callable(value) and not isinstance(value, nn.Module) else _FREE

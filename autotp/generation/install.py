@@ -115,7 +115,9 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
     """
     cache_name = find_cache_name(model_kwargs)
     assert cache_name is not None
-    check_alike(engine, request.describe(input_ids, model_kwargs.get("attention_mask")))
+    mask = model_kwargs.get("attention_mask")
+    mask = None if mask is None else mask.cpu()  # once, before anything runs
+    check_alike(engine, request.describe(input_ids, mask))
     request.config.disable_compile = True
     engine.refresh(model)
     inputs = take_inputs(input_ids, {name: value for name, value in model_kwargs.items() if name != cache_name})
@@ -138,7 +140,7 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
     loop = Loop(engine, model, step, request, input_ids)
 
     def read() -> Tensor:
-        tokens = fit_graph(form, input_ids, request.config, inputs) if engine.can_capture(PromptStep) else None
+        tokens = fit_graph(form, input_ids, request.config, mask) if engine.can_capture(PromptStep) else None
         if tokens is None:
             logits = read_prompt(model, cache, cache_name, input_ids, request.config, inputs, head if request.greedy else None)
         else:

@@ -35,7 +35,8 @@ class Request:
 
     Attributes:
         processors, criteria: transformers' lists; config: the GenerationConfig; streamer: or None.
-        limit: tokens of the longest allowed sequence, prompt included. eos: ids that end a row.
+        limit: tokens of the longest allowed sequence, prompt included.
+        eos: ids that end a row; pad: what it goes on with. Both are read from the device here, where nothing runs on it yet.
         greedy: the step can choose by itself, without anything that these objects do.
     """
 
@@ -44,6 +45,8 @@ class Request:
         self.limit = min([c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)], default=config.max_length)
         self.has_eos = any(hasattr(each, "eos_token_id") for each in criteria)
         self.eos = [int(t) for each in criteria if type(each) is EosTokenCriteria for t in each.eos_token_id.flatten().tolist()]
+        pad = config._pad_token_tensor
+        self.pad = 0 if pad is None else int(pad)
         self.keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         self.keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
         self.greedy = (
@@ -51,12 +54,6 @@ class Request:
             and all(type(each) in (MaxLengthCriteria, EosTokenCriteria) for each in criteria)
             and len(self.eos) <= MOST_EOS
         )
-
-    @property
-    def pad(self) -> int:
-        """What finished rows go on with."""
-        pad = self.config._pad_token_tensor
-        return 0 if pad is None else int(pad)
 
     def describe(self, ids: Tensor, mask: Tensor | None) -> str:
         """What all ranks must have asked alike: what they launch depends on it."""

@@ -118,9 +118,9 @@ def skipping_masks() -> Iterator[None]:
         masking_utils.is_tracing = own
 
 
-def fit_graph(form: Form, ids: Tensor, config: Any, inputs: dict[str, Any]) -> int | None:
-    """Tokens that a prompt `[B, S]` would be padded to in a graph; None where it takes another way."""
-    tokens, mask = round_prompt(ids.shape[1]), inputs.get("attention_mask")
+def fit_graph(form: Form, ids: Tensor, config: Any, mask: Tensor | None) -> int | None:
+    """Tokens that a prompt `[B, S]` under `mask`, on the CPU, would be padded to in a graph; None where it takes another way."""
+    tokens = round_prompt(ids.shape[1])
     if form.rows * tokens > GRAPH_TOKENS or tokens > form.length or form.token_types:
         return None
     if config.prefill_chunk_size is not None or "logits_to_keep" not in dict(form.extra):

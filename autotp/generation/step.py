@@ -75,20 +75,23 @@ class Step:
         self.logits: Tensor | None = None  # whole, where the step does not choose
 
     def begin(self, ids: Tensor, inputs: dict[str, Tensor | None], eos: Sequence[int], pad: int) -> None:
-        """Take over a prompt `ids` `[B, S]` that lies in the cache already.
+        """Take over a prompt `ids` `[B, S]` that lies in the cache already, or will: nothing here waits for the device.
 
         Args:
             inputs: what went into the forward with it: attention_mask, position_ids, token_type_ids.
             eos: token ids that end a row; pad: what a row goes on with then.
         """
-        (batch, tokens), rows = ids.shape, self.form.rows
+        batch, tokens = ids.shape
         self.ids.fill_(pad)
         self.ids[:batch, :tokens] = ids
         self.column.fill_(tokens)
         self.cache.start_decoding(tokens)
-        self.unfinished.copy_(torch.arange(rows) < batch)
+        self.unfinished.zero_()
+        self.unfinished[:batch].fill_(1)  # numbers go with the launches; a copy from the host would wait for the prompt
         self.halt.zero_()
-        self.eos.copy_(torch.tensor([*eos, *[-1] * (MOST_EOS - len(eos))]))
+        self.eos.fill_(-1)
+        for place, token in enumerate(eos):
+            self.eos[place].fill_(token)
         self.pad.fill_(pad)
         if self.positions is not None:
             self.positions.zero_()
