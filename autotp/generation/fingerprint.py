@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layers.packed import list_tensors
+
 _TENSORS = {Tensor, nn.Parameter}
 _PLAIN = {bool, int, float, str, torch.dtype, torch.device, type(None)}
 # What every module has, seen otherwise here or of no weight; and what transformers notes on a model at each call of generate.
@@ -48,11 +50,7 @@ def fingerprint(model: nn.Module) -> int:
 
 def _find_places(tensor: Any) -> tuple[int, ...]:
     """Where the parts of a tensor of another class lie: torchao's have no address of their own, bitsandbytes' scales beside."""
-    inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]] if hasattr(tensor, "__tensor_flatten__") else []
-    state = getattr(tensor, "quant_state", None)
-    scales = [getattr(each, "absmax", None) for each in (state, getattr(state, "state2", None))]
-    found = [tensor, *inside, getattr(tensor, "SCB", None), *scales]
-    return tuple([each.data_ptr() for each in found if isinstance(each, Tensor)])
+    return tuple([each.data_ptr() for each in list_tensors(tensor)])
 
 
 def _outline(name: str, value: Any) -> Any:
