@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -78,10 +77,9 @@ def make_checkpoints(root: Path) -> None:
 
 def start_ranks(root: str, way: str) -> dict[str, Any]:
     """The slowest rank's seconds, and the most memory of any."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS)}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a free port, held while the ranks run
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(RANKS)}
+    env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     command = [sys.executable, __file__, "--dir", root, "--ways", way, "--rank"]
     ranks = [
         subprocess.Popen([*command, str(r)], env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, text=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.ranks import PRELOAD
@@ -43,7 +43,7 @@ def _rank_env(rank: int, size: int, port: int) -> dict[str, str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if size:
         env |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), GROUP_RANK="0")
-        env |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        env |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     return env
 
 
@@ -58,13 +58,12 @@ def run_job(script: Any, *args: Any, cwd: Path, size: int = 2, timeout_s: float 
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # The ranks meet at a store of this process, as torchrun's do: a port let go of for rank 0 could be taken by another process.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     logs = [str(cwd / f"{Path(script).stem}-rank{rank}.log") for rank in range(size or 1)]
     processes = []
     for rank, log in enumerate(logs):
-        given = (_rank_env(rank, size, port), str(script), [str(arg) for arg in args], str(cwd), log)
+        given = (_rank_env(rank, size, store.port), str(script), [str(arg) for arg in args], str(cwd), log)
         processes.append(context.Process(target=_run, args=given, daemon=True))
         processes[-1].start()
     end = time.monotonic() + timeout_s

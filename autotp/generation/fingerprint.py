@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layers.packed import list_tensors
+
 _TENSORS = {Tensor, nn.Parameter}
 _PLAIN = {bool, int, float, str, torch.dtype, torch.device, type(None)}
 _CONTAINERS = {list, tuple, dict}
@@ -118,11 +120,7 @@ def _read_state(model: nn.Module, modules: list[nn.Module]) -> list[Any]:
 
 def _find_places(tensor: Any) -> tuple[int, ...]:
     """Where the parts of a tensor of another class lie: torchao's have no address of their own, bitsandbytes' scales beside."""
-    inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]] if hasattr(tensor, "__tensor_flatten__") else []
-    state = getattr(tensor, "quant_state", None)
-    scales = [getattr(each, "absmax", None) for each in (state, getattr(state, "state2", None))]
-    found = [tensor, *inside, getattr(tensor, "SCB", None), *scales]
-    return tuple([each.data_ptr() for each in found if isinstance(each, Tensor)])
+    return tuple([each.data_ptr() for each in list_tensors(tensor)])
 
 
 def _outline_all(table: dict[str, Any]) -> dict[str, Any]:

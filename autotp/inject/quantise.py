@@ -22,6 +22,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ..comm import TPGroup
 from ..errors import AutoTPError, PlanError
 from ..layers.base import check_usable, find_group, index_parameters, mark_broken
+from ..layers.fully import refuse_dealt
 from ..layers.quantised import SHARDED, find_plain, hold_packed, is_packed, pack_weight, restore_weight
 from ..layers.sibling_memory import lay_siblings
 from ..shard import Shard
@@ -228,6 +229,7 @@ def quantize(model: nn.Module, quantization_config: Any) -> nn.Module:
     with group.together("looking at what is quantised"):
         if root is not model or list_wraps(root):
             raise PlanError("the model has adapters already: quantize it first, then add or load them")
+        refuse_dealt(root.named_parameters(), "quantize", "quantize the model first, and call fully_shard after that")
         quantiser = read_config(quantization_config)
         refuse_quantised(root)
         names = choose_linears(root, root.autotp_plan.shards, quantiser)
@@ -256,6 +258,9 @@ def dequantize(model: nn.Module) -> nn.Module:
     if not any(is_packed(module) for module in root.modules()):
         raise PlanError(f"nothing of this {type(model).__name__} is quantised")
     held = [name for name, wrap in list_wraps(root) if any(is_packed(module) for module in wrap.modules())]
+    refuse_dealt(
+        root.named_parameters(), "dequantize", "dequantize the model before fully_shard, or load its adapter into another"
+    )
     if held:
         raise AutoTPError(
             f"{held[0]} has an adapter of a quantised linear: model.merge_and_unload() or model.unload() first, then dequantize"

@@ -163,7 +163,7 @@ def is_elementwise(m: int, dtype: torch.dtype) -> bool:
 def choose_tile(m: int, n: int, k: int, gated: bool, dtype: torch.dtype, small: bool = False) -> Tile:
     """The tile for `m` rows of x, `n` outputs of `k` terms; the best of scripts/bench_decode.py on an H200.
 
-    Weights of 8 bits (`small`) take twice the rows, as many bytes, where the whole weight is small (benchmarks/2026-11-29-fp8.md).
+    Weights of 8 bits (`small`) take twice the rows where the whole weight is small (benchmarks/2026-11-29-fp8.md).
     """
     if not is_elementwise(m, dtype):
         if k < 256:

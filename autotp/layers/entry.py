@@ -209,7 +209,7 @@ def leave_sharded(state: EntryState) -> None:
 def refuse_mixed_mesh(model: nn.Module, state: EntryState) -> None:
     """Raise, and mark the model broken, if FSDP2 sharded a shard over ranks of its own TP group.
 
-    What FSDP wraps with the root itself is whole again by now, and left to guards.py, which looks at the wrap.
+    What FSDP wraps with the root itself is whole again by now, and left to data_parallel.py, which looks at the wrap.
 
     Raises:
         AutoTPError: naming the parameter and the ranks.

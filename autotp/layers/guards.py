@@ -6,7 +6,7 @@
 | `GradScaler._unscale_grads_` | a rank skips a step that the others take |
 | `Optimizer.step` (a pre-hook) | whole-matrix optimizers train another model; old state has the wrong shape |
 | `torch.utils.checkpoint`'s two kinds (in recompute.py) | a part of a dealt layer runs again without knowing its rows |
-| `DistributedDataParallel`, FSDP 1 and 2 | rank 0's shards are copied over the others', or their gradients averaged |
+| DDP, FSDP 1 and 2 (in data_parallel.py) | rank 0's shards are copied over the others', or their gradients averaged |
 | `torch.distributed.checkpoint.save` | one TP rank's shard is kept for all |
 | parametrizations, pruning, old weight and spectral norm | each rank takes norms and ranks of its part alone; saved in parts |
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..comm import TPGroup
 from ..errors import AutoTPError
-from ..groups import ranks_of
-from .base import TensorParallel_Layer, _holder_of, holder_of, index_parameters, sharded_modules
+from .base import TensorParallel_Layer, _holder_of, sharded_modules
 from .clip import clip_grad_norm_, grad_norm, groups_of
+from .data_parallel import install_data_parallel
 from .initialize import install_initialize
 from .integrations import Resize, Save, install_integrations, replace
 from .optimizers import check_optimizer
@@ -57,7 +57,7 @@ def install_guards(save: Save | None = None, resize: Resize | None = None) -> No
     _wrap_clip()
     _wrap_grad_scaler()
     register_optimizer_step_pre_hook(_check_step)
-    _wrap_data_parallel()
+    install_data_parallel(replace)
     install_recompute()
     _wrap_reparametrizations()
     install_save_guard(replace)
@@ -200,101 +200,3 @@ def _refuse_computed(module: nn.Module, name: Any) -> None:
             f"from it here would be of this part alone, and saved so. Do it to the model before parallelize, which "
             f"splits weights together with what they are computed from."
         )
-
-
-# -- data parallelism ---------------------------------------------------------------------------------------------------
-
-
-def check_data_group(modules: Iterable[nn.Module], group: Any, wrapper: str) -> None:
-    """Refuse data parallelism between ranks that hold different shards of one model.
-
-    Raises:
-        AutoTPError: naming the ranks.
-    """
-    for module in modules:
-        layer = next(_layers_of(module), None)
-        both = sorted(set(ranks_of(group)) & set(layer.tp.ranks)) if layer is not None else []
-        if layer is not None and len(both) > 1:
-            where = layer.__dict__.get("full_name") or type(layer).__name__
-            raise AutoTPError(
-                f"{wrapper} over ranks {list(ranks_of(group))} would treat ranks {both} as copies of one model, but they hold "
-                f"different shards of it ('{where}'). Give it the process group of the data axis only (mesh['dp'].get_group()). "
-                f"With accelerate, pass ParallelismConfig(tp_size={layer.tp.tp_size})."
-            )
-
-
-def _layers_of(module: nn.Module) -> Iterator[TensorParallel_Layer]:
-    """The rewritten modules below `module`, and those whose parameters it holds (torch's `replicate` wraps a bare list)."""
-    yield from (layer for _, layer in sharded_modules(module))
-    for parameter in module.parameters():
-        held = holder_of(parameter)
-        if held is not None and isinstance(held[0], TensorParallel_Layer):
-            yield held[0]
-
-
-def _refuse_flattening(module: nn.Module) -> None:
-    if any(layer.tp.tp_size > 1 for _, layer in sharded_modules(module)):
-        raise AutoTPError(
-            f"FullyShardedDataParallel makes flat chunks of {type(module).__name__}'s shards, of which no norm or checkpoint can "
-            f"be told: use FSDP2, torch.distributed.fsdp.fully_shard(model, mesh=mesh['dp'])"
-        )
-
-
-def _refuse_main_grad(modules: Iterable[nn.Module], wrapper: str) -> None:
-    for module in modules:
-        for name, layer in sharded_modules(module):
-            if layer.accumulate_into_main_grad:
-                raise AutoTPError(
-                    f"{wrapper} averages `.grad`, and the gradients of '{layer.__dict__.get('full_name') or name}' go into "
-                    f"main_grad, which it does not know: call autotp.enable_main_grad(model, False) first"
-                )
-
-
-def let_go_of_laid(module: nn.Module) -> None:
-    """Free the allocations in which weights lay side by side, once they are others."""
-    for _, layer in sharded_modules(module):
-        siblings = layer.__dict__.get("siblings")
-        if siblings is not None:
-            siblings.find_laid()
-
-
-def _wrap_data_parallel() -> None:
-    def wrap_ddp(original: Callable) -> Callable:
-        signature = inspect.signature(original)
-
-        def init(self, module, *args: Any, **kwargs: Any) -> None:
-            _refuse_main_grad([module], "DistributedDataParallel")
-            given = signature.bind(self, module, *args, **kwargs).arguments
-            check_data_group([module], given.get("process_group") or given.get("device_mesh"), "DistributedDataParallel")
-            original(self, module, *args, **kwargs)
-
-        return init
-
-    def wrap_fsdp(original: Callable) -> Callable:
-        def init(self, module, process_group=None, *args: Any, **kwargs: Any) -> None:
-            check_data_group([module], process_group or kwargs.get("device_mesh"), "FullyShardedDataParallel")
-            _refuse_flattening(module)
-            original(self, module, process_group, *args, **kwargs)
-
-        return init
-
-    def wrap_fsdp2(original: Callable) -> Callable:
-        def init(self, params, modules, mesh_info, *args: Any, **kwargs: Any) -> None:
-            check_data_group(modules, mesh_info.mesh, "fully_shard")
-            _refuse_main_grad(modules, "fully_shard")
-            original(self, params, modules, mesh_info, *args, **kwargs)
-            for module in modules:
-                index_parameters(module)
-                let_go_of_laid(module)
-
-        return init
-
-    replace(torch.nn.parallel.DistributedDataParallel, "__init__", wrap_ddp)
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    replace(FullyShardedDataParallel, "__init__", wrap_fsdp)
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    except ImportError:  # private: where it has moved, FSDP2 is not watched
-        return
-    replace(FSDPParamGroup, "__init__", wrap_fsdp2)

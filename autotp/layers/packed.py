@@ -39,6 +39,9 @@ class Packed(nn.Linear):
         """The weight's values, `[N, K]`."""
         raise NotImplementedError
 
+    def keep_scales(self) -> None:
+        """Note on the module what the library keeps beside its weight, which is about to become another Parameter (FSDP2's)."""
+
     def forward(self, input: Tensor) -> Tensor:
         return self.multiply_packed(input, self.bias)
 
@@ -60,6 +63,7 @@ class FourBit(Packed):
 
     state_names = ("compute_dtype", "compute_type_is_set", "quant_state", "quant_storage")
     compute_dtype: torch.dtype | None
+    quant_state: Any
 
     @staticmethod
     def pack(weight: Tensor, *, compute_dtype: torch.dtype | None = None, **options: Any) -> tuple[nn.Parameter, dict[str, Any]]:
@@ -75,13 +79,19 @@ class FourBit(Packed):
         weight: Any = self.weight
         dtype = self.compute_dtype or x.dtype
         bias = None if bias is None else bias.to(dtype)
-        return bnb.matmul_4bit(x.to(dtype), weight.t(), bias=bias, quant_state=weight.quant_state).to(x.dtype)
+        return bnb.matmul_4bit(x.to(dtype), weight.t(), bias=bias, quant_state=self._find_scales()).to(x.dtype)
 
     def unpack(self) -> Tensor:
         import bitsandbytes as bnb
 
-        weight: Any = self.weight
-        return bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+        return bnb.functional.dequantize_4bit(self.weight.data, self._find_scales())
+
+    def keep_scales(self) -> None:
+        self.quant_state = self._find_scales()
+
+    def _find_scales(self) -> Any:
+        """Of the weight, which may be another that a merge left; where FSDP2 made a plain one of it, what was noted."""
+        return getattr(self.weight, "quant_state", None) or self.quant_state
 
 
 class EightBit(Packed):
@@ -111,10 +121,15 @@ class EightBit(Packed):
 
         return bnb.functional.int8_vectorwise_dequant(self.weight.data, self._find_state().SCB)
 
+    def keep_scales(self) -> None:
+        self._find_state()
+
     def _find_state(self) -> Any:
         """What bitsandbytes reads beside the weight, which may have moved, or be another that a merge left."""
-        weight: Any = self.weight
-        self.state.CB, self.state.SCB, self.state.is_training = weight.data, weight.SCB, self.training
+        scales = getattr(self.weight, "SCB", None)
+        if scales is not None:  # else FSDP2 made a plain Parameter of the weight, and they are noted
+            self.state.SCB = scales
+        self.state.CB, self.state.is_training = self.weight.data, self.training
         return self.state
 
 
@@ -144,6 +159,16 @@ class TensorClass(Packed):
 
     def unpack(self) -> Tensor:
         return self.weight.dequantize()
+
+
+def list_tensors(weight: Any) -> list[Tensor]:
+    """The plain tensors that hold a weight of any format: its values, and the scales that lie inside or beside it."""
+    if hasattr(weight, "__tensor_flatten__"):
+        return [tensor for name in weight.__tensor_flatten__()[0] for tensor in list_tensors(getattr(weight, name))]
+    state = getattr(weight, "quant_state", None)
+    nested = getattr(state, "state2", None)
+    scales = [getattr(state, "absmax", None), getattr(nested, "absmax", None), getattr(state, "offset", None)]
+    return [each for each in (weight, *scales, getattr(weight, "SCB", None)) if isinstance(each, Tensor)]
 
 
 class Format(NamedTuple):

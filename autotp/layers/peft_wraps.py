@@ -28,6 +28,7 @@ from ..comm import TPGroup
 from ..errors import AutoTPError, CheckpointError
 from .adapters import cut_adapters, share_adapters, shown_whole
 from .base import find_group, holder_of, index_parameters
+from .fully import find_data_group, make_whole
 from .gather import GatherReplacedLayerParams
 from .stream import iterate_full_tensors, map_sharded
 
@@ -252,7 +253,9 @@ def gather_chosen(model: nn.Module, own: dict[str, Tensor], chosen: dict[str, st
         for name, tensor in stream:
             if tensor is not None:
                 whole[id(own[name])] = tensor
-    return {key: whole.get(id(own[name]), own[name].detach()) for key, name in chosen.items()}
+    return {
+        key: whole[place] if (place := id(own[name])) in whole else make_whole(own[name].detach()) for key, name in chosen.items()
+    }
 
 
 def wrap_save(original: Callable) -> Callable:
@@ -269,7 +272,8 @@ def wrap_save(original: Callable) -> Callable:
                 "path_initial_model_for_weight_conversion reads whole adapters, which are dealt: save without it, convert the "
                 "saved adapter on the unsharded model"
             )
-        main = given.arguments["is_main_process"] and group.tp_rank == 0
+        data = find_data_group(self)  # whose ranks all gather, and the first writes
+        main = given.arguments["is_main_process"] and group.tp_rank == 0 and (data is None or data.tp_rank == 0)
         given.arguments["is_main_process"] = main
         extra = given.arguments[next(iter(reversed(signature.parameters)))]
         group.arrive("save_pretrained of the adapters")

@@ -82,14 +82,14 @@ class SiblingMemory:
         return laid
 
     def read_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter | None]] | None:
-        """The members' own weights and biases; None where some are computed from others, sharded further, or not there."""
+        """The members' own weights and biases; None where some are quantised, computed of others, sharded further, or gone."""
         weights, biases = [], []
         for slot in self._slots:
             layer = slot()
             if layer is None:
                 return None
             weight, bias = layer._parameters.get("weight"), getattr(layer, "bias", None)  # pruned, it is no Parameter
-            if type(weight) is not nn.Parameter or (bias is not None and type(bias) is not nn.Parameter):
+            if layer.packed or type(weight) is not nn.Parameter or (bias is not None and type(bias) is not nn.Parameter):
                 return None
             weights.append(weight)
             biases.append(bias)

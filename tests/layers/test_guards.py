@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from autotp.errors import AutoTPError
+from autotp.layers.data_parallel import check_data_group
 from autotp.layers.gather import GatherReplacedLayerParams
-from autotp.layers.guards import check_data_group, install_guards, mark_model, unmark_model
+from autotp.layers.guards import install_guards, mark_model, unmark_model
 from tests.layers.handmade import build, give_gradients, shard_of
 from tests.ranks import grid
 

@@ -5,6 +5,7 @@ This file is also the script that its jobs run, as test_trainer.py is.
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -53,6 +54,48 @@ def test_a_checkpoint_goes_on_at_another_tp_size(tmp_path):
         launch("train", tmp_path / "unaware", 0, 0, two / "checkpoint-1")
 
 
+def keep_best(model, directory, start):
+    """Steps at a high rate, each saved and evaluated, two checkpoints kept; with `start`, two more steps behind it, one kept.
+
+    Paths are relative, so that a copy of the directory is a run of its own.
+    """
+    best = dict(load_best_model_at_end=True, metric_for_best_model="loss", save_strategy="steps", save_steps=1)
+    limit = dict(max_steps=5, save_total_limit=1) if start else dict(max_steps=3, save_total_limit=2)
+    trainer = make_trainer(model, Path("run"), per_device_train_batch_size=2, **best, **limit)
+    trainer.train(resume_from_checkpoint=start or None)
+    trainer.save_model("final")
+    if trainer.args.should_save:
+        kept = sorted(path.name for path in Path("run").glob("checkpoint-*"))
+        losses = [row[key] for row in trainer.state.log_history for key in ("loss", "eval_loss") if key in row]
+        found = dict(kept=kept, best=trainer.state.best_model_checkpoint, step=trainer.state.global_step, losses=losses)
+        Path("found.json").write_text(json.dumps(found))
+
+
+def compare_kept(one, other):
+    mine, theirs = (json.loads((path / "found.json").read_text()) for path in (one, other))
+    assert mine.pop("losses") == pytest.approx(theirs.pop("losses"), rel=1e-3)
+    assert mine == theirs
+    assert_same_weights(one / "final", other / "final")
+    return mine
+
+
+def test_the_best_checkpoint_is_kept_and_loaded_at_any_size(tmp_path):
+    """The checkpoints that an unsharded run keeps and deletes, and its weights; then from the last of them at another size."""
+    plain, two = tmp_path / "plain", tmp_path / "two"
+    launch("keep_best", plain, 0, 0)
+    launch("keep_best", two, 2, 2)
+    found = compare_kept(two, plain)
+    assert found["kept"] == ["checkpoint-1", "checkpoint-3"] and found["best"].endswith("checkpoint-1")  # not the last
+    if not NEW:
+        return
+    runs = {"plain on": (plain, 0, 0), "four": (two, 4, 4), "one": (two, 1, 1), "plain on two": (plain, 2, 2)}
+    for name, (origin, size, tp) in runs.items():
+        shutil.copytree(origin, tmp_path / name)
+        launch("keep_best", tmp_path / name, size, tp, "run/checkpoint-3")
+        found = compare_kept(tmp_path / name, tmp_path / "plain on")
+        assert found["step"] == 5 and found["kept"] == [Path(found["best"]).name]
+
+
 def evaluate(model, directory, rows):
     """The losses of 8 and of 7 samples of different lengths, `rows` to a batch of each copy."""
     trainer = make_trainer(model, directory, per_device_eval_batch_size=int(rows))
@@ -84,7 +127,7 @@ def main():
 
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
         model = autotp.parallelize(model, mesh["tp"])
-    {"train": train, "evaluate": evaluate}[scenario](model, directory, start)
+    {"train": train, "keep_best": keep_best, "evaluate": evaluate}[scenario](model, directory, start)
     if dist.is_initialized():
         dist.destroy_process_group()
 
