@@ -32,6 +32,7 @@ from ..kernels.begun import Begun, Wish
 from ..kernels.fp8 import Recipe, multiply, quantise
 from ..kernels.fp8_product import Scaled, multiply_fp8
 from ..kernels.fp8_scaled import LIMITS, Operands, Quantised, Share, why_not_fp8
+from ..kernels.fp8_traced import multiply_traced
 from ..kernels.product import ProductSpec
 from .handover import Handover
 
@@ -155,6 +156,9 @@ class Scaling:
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ w.T + b` of one weight, of nothing but this rank's part."""
+        if self.is_traced:
+            y = multiply_traced(x, weight.t() if self.transposed else weight, self.recipe, self.cut, self._share())
+            return y if bias is None else y + bias.to(y.dtype)
         return self.multiply(ProductSpec(transposed=self.transposed), x, (weight,), (bias,))[0]
 
     def multiply_stored(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -174,6 +178,12 @@ class Scaling:
         assert rows is not None
         y = multiply(rows, Quantised(weight, scale, "rowwise"), dtype, fast=True).view(*x.shape[:-1], -1)
         return y if bias is None else y.add_(bias.to(dtype))
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether a compiler reads plain operations now: it is interrupted elsewhere."""
+        plain = self.recipe.scaling != "blockwise" and not torch._C._is_any_autocast_enabled()
+        return torch.compiler.is_compiling() and plain
 
     @property
     def gathers_values(self) -> bool:
@@ -258,7 +268,7 @@ class ScaledLinear(nn.Linear):
         scale = self._buffers.get("weight_scale")
         if scale is not None:
             return self.scaling.multiply_stored(input, self.weight, scale, self.bias)
-        return self.scaling.multiply(ProductSpec(), input, (self.weight,), (self.bias,))[0]
+        return self.scaling.run(input, self.weight, self.bias)
 
 
 def scalings_of(model: nn.Module) -> dict[str, list[Scaling]]:
