@@ -36,19 +36,24 @@ class _TracedProduct(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, how: tuple[Any, ...]) -> Tensor:
         scaling, _, _, cut, share = how
         ctx.how, ctx.dtype = how, weight.dtype
-        rows, turned = reference_fp8.quantise(x, scaling, E4M3, True, True, 1 if cut == 1 else None, share, None)
-        w, w_turned = reference_fp8.quantise(weight, scaling, E4M3, True, True, cut, share, None)
+        rows, turned = _quantise(x, scaling, E4M3, 1 if cut == 1 else None, share)
+        w, w_turned = _quantise(weight, scaling, E4M3, cut, share)
         ctx.save_for_backward(turned.values, turned.scale, w_turned.values, w_turned.scale)
-        return _multiply(rows, w, x.dtype, True)
+        return _multiply(rows, w, x.dtype, True).clone()  # torch 2.11's compiler gives a cast's backward zeros
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         scaling, gradient, fast, cut, share = ctx.how
         turned, scale, w_turned, w_scale = ctx.saved_tensors
-        rows, columns = reference_fp8.quantise(dy, scaling, gradient, True, True, 1 if cut == 0 else None, share, None)
+        rows, columns = _quantise(dy, scaling, gradient, 1 if cut == 0 else None, share)
         dx = _multiply(rows, Quantised(w_turned, w_scale, scaling), dy.dtype, fast)
         return dx, _multiply(columns, Quantised(turned, scale, scaling), ctx.dtype, fast), None
+
+
+def _quantise(x: Tensor, scaling: str, dtype: torch.dtype, cut: int | None, share: Share | None) -> Any:
+    """Both operands."""
+    return reference_fp8.quantise(x, scaling, dtype, True, True, cut, share, None)
 
 
 def _multiply(a: Any, b: Any, dtype: torch.dtype, fast: bool) -> Tensor:

@@ -64,12 +64,13 @@ class Remembered:
     def _start_anew(self, grid: tuple[int, ...], key: tuple[Any, ...], args: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Start it as Triton does."""
         compiled = self.kernel[grid](*args, **named)
-        parts = [getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")]
-        if None in parts:  # interpreted, or not compiled yet
+        run, function, packed = (getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
+        if run is None or function is None or packed is None:  # interpreted, or not compiled yet
             return
         if len(self.starts) >= MOST_REMEMBERED:
             self.starts.clear()
-        self.starts[key] = Start(compiled, *parts, tuple(named[name] for name in self.kernel.arg_names[len(args) :]))
+        constants = tuple(named[name] for name in self.kernel.arg_names[len(args) :])
+        self.starts[key] = Start(compiled, run, function, packed, constants)
 
 
 def _are_watched() -> bool:
