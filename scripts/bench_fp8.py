@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 2 scripts/bench_fp8.py
 torchrun --nproc-per-node 2 scripts/bench_fp8.py --tiny        (small shapes, to see that it runs)
+torchrun --nproc-per-node 2 scripts/bench_fp8.py --work body --compile default
 
 | work | what is measured, by CUDA events, medians |
 |---|---|
@@ -73,8 +74,12 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def measure_body(shape: dict[str, Any], device: torch.device, layers: int, tokens: int, recipes: list[str], apart: bool) -> None:
-    """Forward and backward of the decoder's body; `apart`: norms and gates hand nothing over."""
+def measure_body(
+    shape: dict[str, Any], device: torch.device, layers: int, tokens: int, recipes: list[str], apart: bool, mode: str
+) -> None:
+    """Forward and backward of the decoder's body; `apart`: norms and gates hand nothing over; `mode`: of torch.compile."""
+    if mode != "none":
+        say(f"\ncompiled, mode {mode!r}")
     say("\nbody, forward and backward", "ms", "of bf16", "peak GiB", "gradient's difference", widths=(34, 11, 11, 11, 30))
     ids = torch.randint(0, 1024, (2, tokens), generator=torch.Generator().manual_seed(0)).to(device)
     plan: Any = "auto"
@@ -86,22 +91,26 @@ def measure_body(shape: dict[str, Any], device: torch.device, layers: int, token
         for module in model.modules() if apart else ():
             remove_source(module)
         with saying_errors(name):
-            ms, peak, own = time_body(model.train(), ids, device)
+            ms, peak, own = time_body(model.train(), ids, device, mode)
             first, grad = first or ms, grad if grad.numel() else own
             said = f"{((own - grad).norm() / grad.norm()).item():.3f}"
             say(name, f"{ms:.2f}", f"{ms / first:.3f}", peak, said, widths=(34, 11, 11, 11, 30))
             if bad := autotp.fp8_report(model):
                 say(f"  not finite: {bad}")
         del model
+        torch.compiler.reset()
         free(device)
 
 
-def time_body(model: Any, ids: Tensor, device: torch.device) -> tuple[float, str, Tensor]:
+def time_body(model: Any, ids: Tensor, device: torch.device, mode: str) -> tuple[float, str, Tensor]:
     """Milliseconds, peak memory, and one weight's gradient."""
+    body = model.model if mode == "none" else torch.compile(model.model, mode=mode)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        out = model.model(ids, use_cache=False).last_hidden_state
+        if mode != "none":
+            torch.compiler.cudagraph_mark_step_begin()
+        out = body(ids, use_cache=False).last_hidden_state
         out.backward(torch.full_like(out, 1e-4))
 
     if device.type == "cuda":
@@ -148,6 +157,8 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES), help="of the body")
     parser.add_argument("--tiles", action="store_true", help="one row, and what is fused, by every tile, too")
     parser.add_argument("--apart", action="store_true", help="in the body, norms and gates do not begin to quantise")
+    modes = ("none", "default", "reduce-overhead", "max-autotune")
+    parser.add_argument("--compile", choices=modes, default="none", help="torch.compile the body, of bf16 and FP8 alike")
     parser.add_argument("--tiny", action="store_true", help="small shapes")
     args = parser.parse_args()
     init_process_group_from_env()
@@ -167,7 +178,7 @@ def main() -> None:
     free(device)
     dist.barrier()
     if "body" in args.work:
-        measure_body(shape, device, layers, 64 if args.tiny else 4096, args.recipes, args.apart)
+        measure_body(shape, device, layers, 64 if args.tiny else 4096, args.recipes, args.apart, args.compile)
     if "decode" in args.work:
         measure_decode(shape, device, 2 if args.tiny else 32, 16 if args.tiny else 1024, 8 if args.tiny else 256)
     dist.destroy_process_group()

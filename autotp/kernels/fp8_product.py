@@ -38,7 +38,7 @@ class Scaled(NamedTuple):
         read_weights: gives the operands of all weights, one below the other: `|w|`, and `|w.T|` where it is asked for.
         cut: 0 where a rank has a part of the outputs, 1 of the inputs, None of neither.
         share: the largest over the ranks, of scales that span their parts.
-        bad: int32 `[3]`: scales that were not finite, of inputs, weights and output gradients.
+        bad: int32 `[]` each: scales that were not finite, of inputs, weights and output gradients.
         note_backward: is told when a backward begins.
         gather_rows: gives the values `[M, N]` of all ranks' rows, of which the output gradient has one rank's: of a tensorwise
             recipe, whose one scale is all ranks'; `sum_output` has scattered the output then.
@@ -50,7 +50,7 @@ class Scaled(NamedTuple):
     read_weights: Callable[[bool], Operands]
     cut: int | None = None
     share: Share | None = None
-    bad: Tensor | None = None
+    bad: Sequence[Tensor] | None = None
     note_backward: Callable[[], None] | None = None
     gather_rows: Callable[[Tensor], Tensor] | None = None
     begun: Begun | None = None
@@ -61,11 +61,15 @@ class Scaled(NamedTuple):
         return None if self.bad is None else self.bad[place]
 
 
+_view = torch.ops.aten._unsafe_view.default  # autograd allows no changes in place of a view that a Function returns
+
+
 def multiply_fp8(
     spec: ProductSpec, scaled: Scaled, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     """`x @ w.T + b` for each weight: x `[..., K]`, results `[..., Ni]` in the autocast dtype, if one is set, or x's."""
-    scaled = scaled._replace(keeps=torch.is_grad_enabled())
+    if scaled.keeps != torch.is_grad_enabled():
+        scaled = scaled._replace(keeps=not scaled.keeps)
     if not torch._C._is_any_autocast_enabled():
         return _ScaledProduct.apply(spec, scaled, x.dtype, x, *weights, *biases)
     dtype = autocast_dtype(x) or x.dtype
@@ -79,11 +83,12 @@ class _ScaledProduct(torch.autograd.Function):
         count = len(params) // 2
         weights, biases = params[:count], params[count:]
         ctx.set_materialize_grads(False)
-        ctx.spec, ctx.scaled, ctx.weights, ctx.biases = spec, scaled._replace(begun=None), weights, biases
-        ctx.shape, ctx.dtype = x.shape, x.dtype
-        wants_dx = scaled.keeps and ctx.needs_input_grad[3]
-        wants_dw = scaled.keeps and True in ctx.needs_input_grad[4 : 4 + count]
-        rows, turned = _quantise_input(scaled, x.reshape(-1, x.shape[-1]), wants_dw)
+        ctx.spec, ctx.weights, ctx.biases = spec, weights, biases
+        ctx.scaled = scaled if scaled.begun is None else scaled._replace(begun=None)
+        shape, wanted = x.shape, ctx.needs_input_grad
+        ctx.shape, ctx.dtype = shape, x.dtype
+        wants_dx, wants_dw = scaled.keeps and wanted[3], scaled.keeps and True in wanted[4 : 4 + count]
+        rows, turned = _quantise_input(scaled, x if len(shape) == 2 else x.reshape(-1, shape[-1]), wants_dw)
         w, w_turned = scaled.read_weights(wants_dx)
         assert rows is not None and w is not None
         ctx.scalings = None if turned is None else turned.scaling, None if w_turned is None else w_turned.scaling
@@ -91,9 +96,9 @@ class _ScaledProduct(torch.autograd.Function):
         y = multiply(rows, w, dtype, fast=True)
         if spec.sum_output is not None:
             y = spec.sum_output(y)
-        sizes = [weight.shape[1 if spec.transposed else 0] for weight in weights]
-        lead = x.shape[:-1] if scaled.gather_rows is None else y.shape[:1]
-        outputs = torch.unsafe_split_with_sizes(y.view(*lead, y.shape[1]), sizes, -1)
+        ctx.sizes = sizes = [weight.shape[1 if spec.transposed else 0] for weight in weights]
+        shape = (*shape[:-1], y.shape[1]) if scaled.gather_rows is None else y.shape
+        outputs = (_view(y, shape),) if count == 1 else torch.unsafe_split_with_sizes(y.view(shape), sizes, -1)
         for part, bias in zip(outputs, biases, strict=True):
             if bias is not None:
                 part.add_(bias.to(dtype))
@@ -125,10 +130,12 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, 
     fast, dx, dw = scaled.recipe.fast_gradients, None, [None] * count
     if rows is not None and w_turned is not None:
         dx = multiply(rows, w_turned, dy.dtype, fast).view(ctx.shape)
-        dx = (dx if spec.sum_input is None else spec.sum_input(dx)).to(ctx.dtype)
+        dx = _as_dtype(dx if spec.sum_input is None else spec.sum_input(dx), ctx.dtype)
     if columns is not None and turned is not None:
         dw = _weight_gradients(ctx, columns, turned, fast)
-    parts = dict(enumerate(dy.split(_sizes(ctx), 1)))
+    if True not in wanted[4 + count :]:
+        return None, None, None, dx, *dw, *[None] * count
+    parts = dict(enumerate(dy.split(ctx.sizes, 1)))
     return None, None, None, dx, *dw, *bias_gradients(ctx, parts, dy)
 
 
@@ -154,29 +161,33 @@ def _operand(ctx: Any, saved: Sequence[Tensor | None], which: int) -> Quantised 
     return None if values is None or scale is None else Quantised(values, scale, ctx.scalings[which])
 
 
-def _sizes(ctx: Any) -> list[int]:
-    return [weight.shape[1 if ctx.spec.transposed else 0] for weight in ctx.weights]
+def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _join_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> Tensor:
     """The gradients of all outputs as one `[M, N]`, zeros where there is none."""
     first = next(g for g in grads if g is not None)
+    if len(grads) == 1:
+        return first.reshape(-1, ctx.sizes[0])
     count = first.numel() // first.shape[-1]
-    parts = [first.new_zeros(count, n) if g is None else g.reshape(-1, n) for g, n in zip(grads, _sizes(ctx), strict=True)]
-    return parts[0] if len(parts) == 1 else join_columns(parts)
+    parts = [first.new_zeros(count, n) if g is None else g.reshape(-1, n) for g, n in zip(grads, ctx.sizes, strict=True)]
+    return join_columns(parts)
 
 
 def _weight_gradients(ctx: Any, columns: Quantised, turned: Quantised, fast: bool) -> list[Tensor | None]:
     spec, start = ctx.spec, 0
     found: list[Tensor | None] = []
     whole = multiply(columns, turned, ctx.weights[0].dtype, fast)
-    for i, (weight, size) in enumerate(zip(ctx.weights, _sizes(ctx), strict=True)):
-        grad, start, total = whole[start : start + size], start + size, spec.sum_copies[i]
+    for i, (weight, size) in enumerate(zip(ctx.weights, ctx.sizes, strict=True)):
+        grad, total = whole if len(ctx.sizes) == 1 else whole[start : start + size], spec.sum_copies[i]
+        start += size
         if not ctx.needs_input_grad[4 + i]:
             found.append(None)
             continue
         grad = grad.t() if spec.transposed else grad
-        grad = grad.to(weight.dtype) if total is None else total(grad.to(weight.dtype))
+        grad = _as_dtype(grad, weight.dtype)
+        grad = grad if total is None else total(grad)
         name = spec.main_grads[i]
         found.append(grad if name is None else add_gradient(weight, name, grad))
     return found

@@ -67,22 +67,20 @@ def why_not_scaled(problem: Problem) -> list[str]:
     return [reason] * bool(reason) + [f"{problem.outputs} x {problem.width} are not multiples of {MULTIPLE}"] * bool(uneven)
 
 
-@lru_cache
-def _recipes() -> dict[str, F.ScalingType]:
-    kinds = F.ScalingType
-    return {
-        "tensorwise": kinds.TensorWise,
-        "rowwise": kinds.RowWise,
-        "blockwise": kinds.BlockWise1x128,
-        "squares": kinds.BlockWise128x128,
-    }
+KINDS = {  # as PyTorch's operator takes them
+    "tensorwise": [F.ScalingType.TensorWise.value],
+    "rowwise": [F.ScalingType.RowWise.value],
+    "blockwise": [F.ScalingType.BlockWise1x128.value],
+    "squares": [F.ScalingType.BlockWise128x128.value],
+}
 
 
 def multiply_scaled(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool) -> Tensor:
-    """`multiply` by `F.scaled_mm`."""
-    kinds, scale = _recipes(), b.scale.t() if b.scaling == "rowwise" else b.scale
-    out = torch.bfloat16 if a.scaling == "rowwise" and dtype is torch.float32 else dtype  # all that rowwise kernels write
-    fast = fast and a.scaling != "blockwise"
-    return F.scaled_mm(
-        a.values, b.values.t(), a.scale, kinds[a.scaling], scale, kinds[b.scaling], output_dtype=out, use_fast_accum=fast
-    ).to(dtype)
+    """`multiply` by the operator below `F.scaled_mm`, which takes the host twice as long: it makes these lists at each call."""
+    scaling, scale = a.scaling, b.scale.t() if b.scaling == "rowwise" else b.scale
+    out = torch.bfloat16 if scaling == "rowwise" and dtype is torch.float32 else dtype  # all that rowwise kernels write
+    y = torch._scaled_mm_v2(
+        a.values, b.values.t(), [a.scale], KINDS[scaling], [], [scale], KINDS[b.scaling], [], None, out, (),
+        fast and scaling != "blockwise",
+    )  # fmt: skip
+    return y if out is dtype else y.to(dtype)

@@ -31,7 +31,7 @@ from .triton_fp8 import (
 )
 from .triton_gated import _gate
 from .triton_launch import Remembered, address_rows, ceil_div, count_processors, on_own_device
-from .triton_norm import _flat, _normalise, tile_rows
+from .triton_norm import _normalise, prepare_forward
 from .zeros import zeros
 
 PROGRAMS_PER_PROCESSOR = 3  # of a norm that looks for the largest of each column: the fewer, the less they add up at the end
@@ -129,17 +129,8 @@ def norm_begun(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, residual: Tensor | None, wish: Wish
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """reference.norm_forward in one kernel, which leaves what `wish` has of it."""
-    source, inner, outer_step, inner_step = address_rows(x, inner_allowed=True)
-    width = x.shape[-1]
-    count = x.numel() // width
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rstd = torch.empty(count, dtype=torch.float32, device=x.device)
-    mean = torch.empty_like(rstd) if kind == "layernorm" else None
-    total, step = None, 0
-    if residual is not None:
-        residual, _, step, _ = address_rows(residual)
-        total = torch.empty_like(y)
-    rows, block, warps = tile_rows(width)
+    given = prepare_forward(x, weight, bias, eps, kind, residual)
+    count, width, (rows, block, warps) = given.count, given.width, given.tile
     whole, of_rows, of_cols = _make_bits(wish, count, width, x.device)
     operand = None
     if wish.scaling == "blockwise" or (wish.scaling == "rowwise" and not wish.cut_rows):
@@ -148,14 +139,12 @@ def norm_begun(
     if of_cols is not None:
         programs = min(programs, PROGRAMS_PER_PROCESSOR * count_processors(x.device))
     _norm_begun[(programs,)](
-        source, residual, _flat(weight), _flat(bias), y, total, rstd, mean,
-        whole, of_rows, of_cols, *_parts(operand), wish.bad,
-        count, width, inner, outer_step, inner_step, step, eps,
+        *given.tensors, whole, of_rows, of_cols, *_parts(operand), wish.bad, *given.sizes,
         KIND=kind, GROUP=min(block, BLOCK) if wish.scaling == "blockwise" else block, LIMIT=LIMIT,
         ROWS=rows, BLOCK=block, ROUND=INTERPRETS, num_warps=warps,
     )  # fmt: skip
     wish.begun = Begun(operand, None, of_rows if whole is None else whole, of_cols)
-    return y, rstd, mean, x if total is None else total
+    return given.results
 
 
 @on_own_device

@@ -9,7 +9,8 @@ largest, so nothing is lost on the way.
 from __future__ import annotations
 
 import os
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from .fp8_scaled import BLOCK, LEAST_AMAX, LIMITS, Bits, Operands, Quantised, Share, padded
 from .triton_launch import Remembered, ceil_div, on_own_device
-from .zeros import zeros
+from .zeros import scales, zeros
 
 TILES = {"tensorwise": (128, 64), "rowwise": (128, 64), "blockwise": (BLOCK, BLOCK), "squares": (BLOCK, BLOCK)}
 WARPS = 8
@@ -207,50 +208,68 @@ def quantise(
 ) -> Operands:
     """reference_fp8.quantise in one kernel for blocks or where the largest sizes are known, two otherwise."""
     m, n = x.shape
-    amax = _share_amax(_find_missing(x, scaling, rows, columns, known), scaling, cut, share)
-    p, (height, width) = padded(m, scaling), TILES[scaling]
-    empty: Any = dict(device=x.device)
-    values = torch.empty(m, n, dtype=dtype, **empty) if rows else None
-    turned = torch.empty(n, p, dtype=dtype, **empty) if columns else None
-    scale = _empty_scale(scaling, m, n, x.device)
-    turned_scale = scale if scaling == "tensorwise" else _empty_scale(scaling, n, p, x.device)
+    layout = _lay_out(scaling, dtype, m, n, columns)
+    amax = _find_missing(x, layout, rows, columns, known)
+    if share is not None and cut is not None:
+        amax = _share_amax(amax, scaling, cut, share)
+    device, depth = x.device, layout.depth
+    values = torch.empty(m, n, dtype=dtype, device=device) if rows else None
+    turned = torch.empty(n, depth, dtype=dtype, device=device) if columns else None
+    scale = _empty_scale(scaling, m, n, device)
+    turned_scale = scale if scaling == "tensorwise" else _empty_scale(scaling, n, depth, device)
     steps = (m, n) if scaling == "blockwise" else (scale.stride(-1), turned_scale.stride(-1)) if scaling == "squares" else (0, 0)
-    grid = (ceil_div(p if columns else m, height) * ceil_div(n, width),)
-    _cast[grid](
-        x, *amax, values, turned, scale, turned_scale, bad, m, n, p, *x.stride(), *steps,
-        SCALING=scaling, LIMIT=LIMITS[dtype], ROWS=height, COLS=width, ROUND=INTERPRETS, num_warps=WARPS,
+    _cast[layout.cast_grid](
+        x, *amax, values, turned, scale, turned_scale, bad, m, n, depth, *x.stride(), *steps, **layout.cast
     )  # fmt: skip
     found = None if values is None else Quantised(values, scale, scaling)
     return found, None if turned is None else Quantised(turned, turned_scale, scaling)
 
 
-def _find_missing(x: Tensor, scaling: str, rows: bool, columns: bool, known: Bits) -> Bits:
+class _Layout(NamedTuple):
+    """How tensors `[m, n]` are quantised: rows of the turned operand, grids, and what the kernels are compiled for."""
+
+    scaling: str
+    depth: int
+    grid: tuple[int]
+    cast_grid: tuple[int]
+    tile: dict[str, Any]
+    cast: dict[str, Any]
+
+
+@lru_cache(maxsize=4096)
+def _lay_out(scaling: str, dtype: torch.dtype, m: int, n: int, columns: bool) -> _Layout:
+    depth, (height, width) = padded(m, scaling), TILES[scaling]
+    tile: dict[str, Any] = dict(ROWS=height, COLS=width, num_warps=WARPS)
+    cast: dict[str, Any] = dict(SCALING=scaling, LIMIT=LIMITS[dtype], ROUND=INTERPRETS, **tile)
+    across = ceil_div(n, width)
+    grids = (ceil_div(m, height) * across,), (ceil_div(depth if columns else m, height) * across,)
+    return _Layout(scaling, depth, *grids, tile, cast)
+
+
+def _find_missing(x: Tensor, layout: _Layout, rows: bool, columns: bool, known: Bits) -> Bits:
     """The bits that the cast reads: of all of `x`, or of its rows and of its columns; nothing for blocks."""
-    if scaling not in ("tensorwise", "rowwise"):
-        return None, None
-    (m, n), (height, width) = x.shape, TILES[scaling]
-    grid, steps = (ceil_div(m, height) * ceil_div(n, width),), x.stride()
-    tile: Any = dict(ROWS=height, COLS=width, num_warps=WARPS)
-    if scaling == "tensorwise":
+    m, n = x.shape
+    if layout.scaling == "tensorwise":
         whole = known[0]
         if whole is None:
             whole = zeros.take(x.device)
-            _find_amax[grid](x, whole, None, None, m, n, *steps, **tile)
+            _find_amax[layout.grid](x, whole, None, None, m, n, *x.stride(), **layout.tile)
         return whole, None
+    if layout.scaling != "rowwise":
+        return None, None
     of_rows, of_cols = known[0] if rows else None, known[1] if columns else None
     missing = m if rows and of_rows is None else 0, n if columns and of_cols is None else 0
     if any(missing):
-        found = torch.zeros(sum(missing), dtype=torch.int32, device=x.device).split(missing)
-        first, second = (part if size else None for part, size in zip(found, missing, strict=True))
-        _find_amax[grid](x, None, first, second, m, n, *steps, **tile)
+        found = torch.zeros(sum(missing), dtype=torch.int32, device=x.device)
+        first = found[: missing[0]] if missing[0] else None
+        second = found[missing[0] :] if missing[1] else None
+        _find_amax[layout.grid](x, None, first, second, m, n, *x.stride(), **layout.tile)
         of_rows, of_cols = of_rows if first is None else first, of_cols if second is None else second
     return of_rows, of_cols
 
 
-def _share_amax(bits: Bits, scaling: str, cut: int | None, share: Share | None) -> Bits:
+def _share_amax(bits: Bits, scaling: str, cut: int, share: Share) -> Bits:
     """The same, the largest over the ranks where it spans their parts."""
-    if share is None or cut is None:
-        return bits
     of_rows, of_cols = bits
     if of_rows is not None and (cut == 1 or scaling == "tensorwise"):
         of_rows = share(of_rows)
@@ -262,7 +281,7 @@ def _share_amax(bits: Bits, scaling: str, cut: int | None, share: Share | None) 
 def _empty_scale(scaling: str, rows: int, columns: int, device: torch.device) -> Tensor:
     """Memory for the scale of an operand `[rows, columns]`."""
     if scaling == "tensorwise":
-        return torch.empty((), device=device)
+        return scales.take(device)
     if scaling == "rowwise":
         return torch.empty(rows, 1, device=device)
     blocks = ceil_div(columns, BLOCK)

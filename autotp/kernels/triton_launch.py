@@ -4,55 +4,80 @@ that cost the host little.
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Callable
 from functools import lru_cache, partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-REMEMBERS = os.environ.get("AUTOTP_REMEMBER_STARTS") == "1"  # off: it has not run on a GPU yet
 MOST_REMEMBERED = 1024  # starts of one kernel; more rows than that are seldom counted in one process
+PLAIN = frozenset((int, float, bool, type(None)))  # what is no tensor: isinstance takes long to deny it
+
+
+class Start(NamedTuple):
+    """What was compiled, and what its launcher is given besides the stream and the arguments.
+
+    Attributes:
+        run: Triton's launcher of it, called as torch's inductor does.
+        constants: what it wants behind the arguments.
+    """
+
+    compiled: Any
+    run: Callable[..., Any]
+    function: Any
+    packed: Any
+    constants: tuple[Any, ...]
 
 
 class Remembered:
     """A kernel that is started as it was before, where nothing differs that Triton compiles for: it takes longer to find out.
 
-    Started as the kernel itself is: `kernel[grid](*tensors_and_numbers, **constants_and_options)`, all constants by name. Numbers
-    are told apart by value; tensors by dtype, device, and whether their memory begins at a multiple of 16 bytes.
+    Started as the kernel itself is, `kernel[grid](*tensors_and_numbers, **constants_and_options)`: a tensor first, all constants
+    by name, and the tensors' device is current. Numbers are told apart by value; tensors by dtype, device, and whether their
+    memory begins at a multiple of 16 bytes. Triton's own settings are read where it compiles, hooks at every start.
 
     Attributes:
-        starts: what was told apart -> what was compiled for it, and the constants that it wants behind the arguments.
+        starts: what was told apart -> how it was started.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self.starts: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+        self.starts: dict[tuple[Any, ...], Start] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return partial(self._start, grid) if REMEMBERS else self.kernel[grid]
+        return partial(self._start, grid)
 
     def _start(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
-        key = *map(_tell, args), *named.items()
+        device = args[0].get_device()
+        told = [arg if type(arg) in PLAIN else (arg.dtype, not arg.data_ptr() & 15) for arg in args]
+        key = device, *named, *named.values(), *map(type, args), *told  # types: 1 is equal to 1.0 and True
         found = self.starts.get(key)
-        if found is not None:
-            compiled, constants = found
-            compiled[*grid, 1, 1](*args, *constants)
+        if found is None or self.kernel.pre_run_hooks or _are_watched():
+            self._start_anew(grid, key, args, named)
             return
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        found.run(x, y, z, stream, found.function, found.packed, None, None, None, *args, *found.constants)
+
+    def _start_anew(self, grid: tuple[int, ...], key: tuple[Any, ...], args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Start it as Triton does."""
         compiled = self.kernel[grid](*args, **named)
-        if not hasattr(compiled, "__getitem__"):  # interpreted, or not compiled yet
+        run, function, packed = (getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
+        if run is None or function is None or packed is None:  # interpreted, or not compiled yet
             return
         if len(self.starts) >= MOST_REMEMBERED:
             self.starts.clear()
-        self.starts[key] = compiled, tuple(named[name] for name in self.kernel.arg_names[len(args) :])
+        constants = tuple(named[name] for name in self.kernel.arg_names[len(args) :])
+        self.starts[key] = Start(compiled, run, function, packed, constants)
 
 
-def _tell(value: Any) -> tuple[Any, ...]:
-    """What Triton compiles for, of one argument."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0, value.get_device()
-    return type(value), value
+def _are_watched() -> bool:
+    """Whether someone has asked Triton to be told of every start."""
+    runtime = sys.modules["triton"].knobs.runtime
+    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
 
 
 def on_own_device(run: Callable[..., Any]) -> Callable[..., Any]:

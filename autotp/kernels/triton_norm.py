@@ -7,6 +7,9 @@ kernel adds up the programs. So the result is the same in every run.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
@@ -136,6 +139,7 @@ def _sum_programs(partial, out, P, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + cols, tl.sum(total, 0).to(out.dtype.element_ty), mask=cols < N)
 
 
+@lru_cache
 def tile_rows(width: int) -> tuple[int, int, int]:
     """(rows of a program, columns as a power of two, warps) for rows of `width` elements."""
     block = ceil_power(width)
@@ -143,11 +147,27 @@ def tile_rows(width: int) -> tuple[int, int, int]:
     return rows, block, min(16, max(4, rows * block // 512))
 
 
-@on_own_device
-def norm_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """reference.norm_forward in one kernel."""
+class Forward(NamedTuple):
+    """What kernels that normalise are given.
+
+    Attributes:
+        tensors: their first eight arguments; sizes: the seven that say where rows are, from M to eps.
+        count, width: of the rows; tile: as `tile_rows` gives it.
+        results: what norm_forward returns.
+    """
+
+    tensors: tuple[Tensor | None, ...]
+    sizes: tuple[float, ...]
+    count: int
+    width: int
+    tile: tuple[int, int, int]
+    results: tuple[Tensor, Tensor, Tensor | None, Tensor]
+
+
+def prepare_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, residual: Tensor | None
+) -> Forward:
+    """The arguments of reference.norm_forward as a kernel takes them, and memory for what it computes."""
     source, inner, outer_step, inner_step = address_rows(x, inner_allowed=True)
     width = x.shape[-1]
     count = x.numel() // width
@@ -158,13 +178,22 @@ def norm_forward(
     if residual is not None:
         residual, _, step, _ = address_rows(residual)
         total = torch.empty_like(y)
-    rows, block, warps = tile_rows(width)
-    _norm_forward[(ceil_div(count, rows),)](
-        source, residual, _flat(weight), _flat(bias), y, total, rstd, mean,
-        count, width, inner, outer_step, inner_step, step, eps,
-        KIND=kind, ROWS=rows, BLOCK=block, num_warps=warps,
-    )  # fmt: skip
-    return y, rstd, mean, x if total is None else total
+    tensors = source, residual, _flat(weight), _flat(bias), y, total, rstd, mean
+    sizes = count, width, inner, outer_step, inner_step, step, eps
+    return Forward(tensors, sizes, count, width, tile_rows(width), (y, rstd, mean, x if total is None else total))
+
+
+@on_own_device
+def norm_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """reference.norm_forward in one kernel."""
+    given = prepare_forward(x, weight, bias, eps, kind, residual)
+    rows, block, warps = given.tile
+    _norm_forward[(ceil_div(given.count, rows),)](
+        *given.tensors, *given.sizes, KIND=kind, ROWS=rows, BLOCK=block, num_warps=warps
+    )
+    return given.results
 
 
 @on_own_device

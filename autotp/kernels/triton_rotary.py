@@ -44,7 +44,7 @@ def _turn_heads(
 @Remembered
 @triton.jit(do_not_specialize=["S"])
 def _rotary(
-    q, q_out, k, k_out, cos, sin, S, q_heads, k_heads, q_batch, q_head, q_token, k_batch, k_head, k_token,
+    cos, sin, q, q_out, k, k_out, S, q_heads, k_heads, q_batch, q_head, q_token, k_batch, k_head, k_token,
     cos_batch, cos_token, sin_batch, sin_token,
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, EARLY: tl.constexpr,
@@ -95,7 +95,7 @@ def _launch(cos: Tensor, sin: Tensor, q, k, interleaved: bool, backward: bool):
     cos, sin = _side_by_side(cos), _side_by_side(sin)
     turned = cos.shape[-1]
     _rotary[(batch * tokens,)](
-        q, q_out, k, k_out, cos, sin, tokens, 0 if q is None else q.shape[1], 0 if k is None else k.shape[1], *q_steps, *k_steps,
+        cos, sin, q, q_out, k, k_out, tokens, 0 if q is None else q.shape[1], 0 if k is None else k.shape[1], *q_steps, *k_steps,
         *_steps(cos), *_steps(sin),
         D=width, R=turned, PAIRS=ceil_power(turned // 2), REST=ceil_power(width - turned) if turned < width else 0,
         Q_HEADS=q_tile, K_HEADS=k_tile, INTERLEAVED=interleaved, BACKWARD=backward,

@@ -1,6 +1,8 @@
-"""Single zeros that kernels add to or look for the largest in: one fill makes many, where each would be a kernel of its own."""
+"""Single numbers on a device, many made at once: a kernel for each zero, or an allocation for each number, would take longer."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -8,35 +10,38 @@ from torch import Tensor
 COUNT, STEP = 256, 4  # at multiples of 16 bytes, so that kernels are compiled for one alignment
 
 
-class Zeros:
-    """Zeros of int32, each given once.
+class Numbers:
+    """Numbers `[]`, each given once: zeros that kernels add to or look for the largest in, or room for what they write.
+
+    Args:
+        make: torch.zeros or torch.empty; dtype: of 4 bytes.
 
     Attributes:
-        left: device and stream -> those that were filled there, and not given yet.
+        left: device and stream -> those that were made there, and not given yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[..., Tensor], dtype: torch.dtype) -> None:
+        self.make, self.dtype = make, dtype
         self.left: dict[tuple[torch.device, int], list[Tensor]] = {}
 
     def take(self, device: torch.device) -> Tensor:
-        """Zero `[]` of int32 on `device`, which nobody else has; in a CUDA graph one that each replay fills anew."""
+        """One on `device`, which nobody else has; in a CUDA graph one that each replay makes anew."""
         stream = 0
         if device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return torch.zeros((), dtype=torch.int32, device=device)
+            if torch._C._cuda_isCurrentStreamCapturing():
+                return self.make((), dtype=self.dtype, device=device)
             stream = torch._C._cuda_getCurrentRawStream(device.index)
-        left = self.left.setdefault((device, stream), [])
         try:
-            return left.pop()
-        except IndexError:  # not asked before: another thread may take the last
-            first, *rest = _fill(device)
-            left.extend(rest)
+            return self.left[device, stream].pop()
+        except (KeyError, IndexError):  # not asked before: another thread may take the last
+            first, *rest = self._make_many(device)
+            self.left.setdefault((device, stream), []).extend(rest)
             return first
 
+    def _make_many(self, device: torch.device) -> tuple[Tensor, ...]:
+        with torch.inference_mode(False):  # they are taken outside of it, too
+            return self.make(COUNT, STEP, dtype=self.dtype, device=device)[:, 0].unbind()
 
-def _fill(device: torch.device) -> tuple[Tensor, ...]:
-    with torch.inference_mode(False):  # they are taken outside of it, too
-        return torch.zeros(COUNT, STEP, dtype=torch.int32, device=device)[:, 0].unbind()
 
-
-zeros = Zeros()
+zeros = Numbers(torch.zeros, torch.int32)
+scales = Numbers(torch.empty, torch.float32)

@@ -31,6 +31,7 @@ from ..kernels.begun import Begun, Wish
 from ..kernels.fp8 import Recipe, multiply, quantise
 from ..kernels.fp8_product import Scaled, multiply_fp8
 from ..kernels.fp8_scaled import LIMITS, Operands, Quantised, Share, why_not_fp8
+from ..kernels.fp8_traced import multiply_traced
 from ..kernels.product import ProductSpec
 from ..row_collectives import pad_rows
 from .handover import Handover
@@ -94,6 +95,7 @@ class Scaling:
         self.recipe, self.name, self.group, self.cut, self.transposed = recipe, name, group, cut, transposed
         self.handover = handover or Handover()
         self.bad: Tensor | None = None
+        self._counts: tuple[Tensor, ...] = ()
         self._forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scaling:
@@ -102,7 +104,7 @@ class Scaling:
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "bad": None, "_key": (), "_kept": (None, None)}
+        return {**self.__dict__, "bad": None, "_counts": (), "_key": (), "_kept": (None, None)}
 
     def multiply(
         self,
@@ -129,10 +131,12 @@ class Scaling:
                 raise AutoTPError(f"{self.name}: precision='fp8': {why_not}; leave precision= out there")
             with torch.inference_mode(False):  # it is counted on outside of it, too
                 self.bad = torch.zeros(len(OPERANDS), dtype=torch.int32, device=x.device)
-        read = partial(self._read, weights, whole, torch.is_grad_enabled())
+                self._counts = tuple(self.bad[place] for place in range(len(OPERANDS)))
+        keeps, share = torch.is_grad_enabled(), self._share()
+        read = partial(self._read, weights, whole, keeps, share)
         note = partial(self._note_backward, weights)
-        begun = self._find_begun(x, self.bad[0], torch.is_grad_enabled() and any(w.requires_grad for w in weights))
-        scaled = Scaled(self.recipe, read, self.cut, self._share(), self.bad, note, gather_rows, begun)
+        begun = self._find_begun(x, self._counts[0], keeps and any(w.requires_grad for w in weights), share)
+        scaled = Scaled(self.recipe, read, self.cut, share, self._counts, note, gather_rows, begun, keeps)
         return multiply_fp8(spec, scaled, x, weights, biases)
 
     def multiply_scattered(self, spec: ProductSpec, x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -152,6 +156,9 @@ class Scaling:
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ w.T + b` of one weight, of nothing but this rank's part."""
+        if self.is_traced:
+            y = multiply_traced(x, weight.t() if self.transposed else weight, self.recipe, self.cut, self._share())
+            return y if bias is None else y + bias.to(y.dtype)
         return self.multiply(ProductSpec(transposed=self.transposed), x, (weight,), (bias,))[0]
 
     def multiply_stored(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -165,10 +172,18 @@ class Scaling:
         dtype = autocast_dtype(x) or x.dtype
         if torch.is_grad_enabled() and x.requires_grad:
             return F.linear(x, (weight.float() * scale).to(dtype), bias)
-        rows, _ = quantise(x.reshape(-1, x.shape[-1]), "rowwise", columns=False, begun=self._find_begun(x, None, False))
+        rows, _ = quantise(
+            x.reshape(-1, x.shape[-1]), "rowwise", columns=False, begun=self._find_begun(x, None, False, self._share())
+        )
         assert rows is not None
         y = multiply(rows, Quantised(weight, scale, "rowwise"), dtype, fast=True).view(*x.shape[:-1], -1)
         return y if bias is None else y.add_(bias.to(dtype))
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether a compiler reads plain operations now: it is interrupted elsewhere."""
+        plain = self.recipe.scaling != "blockwise" and not torch._C._is_any_autocast_enabled()
+        return torch.compiler.is_compiling() and plain
 
     @property
     def gathers_values(self) -> bool:
@@ -179,9 +194,9 @@ class Scaling:
         if not all(map(_steps.holds, weights)):  # who changes them now may not be seen
             self._forget()
 
-    def _find_begun(self, x: Tensor, bad: Tensor | None, turned: bool) -> Begun | None:
+    def _find_begun(self, x: Tensor, bad: Tensor | None, turned: bool, share: Share | None) -> Begun | None:
         """What is known of `x` since it was computed."""
-        cut_rows = self.cut == 1 and self._share() is not None and not self.recipe.weights_only
+        cut_rows = self.cut == 1 and share is not None and not self.recipe.weights_only
         return self.handover.take(self, x, Wish(self.recipe.scaling, turned, cut_rows, bad))
 
     def _share(self) -> Share | None:
@@ -192,24 +207,24 @@ class Scaling:
         self._key: tuple[Any, ...] = ()
         self._kept: Operands = (None, None)
 
-    def _read(self, weights: Sequence[Tensor], whole: Tensor | None, keeps: bool, turned: bool) -> Operands:
+    def _read(self, weights: Sequence[Tensor], whole: Tensor | None, keeps: bool, share: Share | None, turned: bool) -> Operands:
         """The operands of all weights, `|w.T|` where `turned`."""
         _steps.watch()
         if not keeps or _is_captured(weights[0]):
-            return self._quantise(weights, whole, turned)
+            return self._quantise(weights, whole, share, turned)
         key = (_steps.count, *((w.data_ptr(), w._version, w.shape, w.dtype) for w in weights))
         if key != self._key or (turned and self._kept[1] is None):
             self._forget()
-            self._key, self._kept = key, self._quantise(weights, whole, turned)
+            self._key, self._kept = key, self._quantise(weights, whole, share, turned)
         return self._kept
 
-    @torch.no_grad()
-    def _quantise(self, weights: Sequence[Tensor], whole: Tensor | None, turned: bool) -> Operands:
+    def _quantise(self, weights: Sequence[Tensor], whole: Tensor | None, share: Share | None, turned: bool) -> Operands:
+        """`_read` afresh, outside of autograd as all that a Function's forward calls."""
         if whole is None:
             whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         whole = whole.t() if self.transposed else whole
-        bad = None if self.bad is None else self.bad[1]
-        return quantise(whole, self.recipe.weight_scaling, columns=turned, cut=self.cut, share=self._share(), bad=bad)
+        bad = self._counts[1] if self._counts else None
+        return quantise(whole, self.recipe.weight_scaling, columns=turned, cut=self.cut, share=share, bad=bad)
 
 
 def _is_captured(weight: Tensor) -> bool:
@@ -253,7 +268,7 @@ class ScaledLinear(nn.Linear):
         scale = self._buffers.get("weight_scale")
         if scale is not None:
             return self.scaling.multiply_stored(input, self.weight, scale, self.bias)
-        return self.scaling.multiply(ProductSpec(), input, (self.weight,), (self.bias,))[0]
+        return self.scaling.run(input, self.weight, self.bias)
 
 
 def scalings_of(model: nn.Module) -> dict[str, list[Scaling]]:

@@ -72,7 +72,7 @@ class LinearProduct(OverlapOptions, TensorParallel_Layer):
             stored = self._buffers.get("weight_scale")
             if stored is not None:
                 return self._multiply_stored(scaling, x, stored, enters and wanted, leaves)
-            if wanted:
+            if wanted and (self.accumulate_into_main_grad or not scaling.is_traced):
                 return scaling.multiply(self._make_spec(enters, leaves), x, (weight,), (bias,))[0]
         elif (leaves or (enters and wanted and x.requires_grad)) and not watches_operations():
             sums = deal_sums([self], self.tp, x, weight.shape[self.out_dim if leaves else self.in_dim], self.reduce_dtype)
@@ -119,7 +119,8 @@ class LinearProduct(OverlapOptions, TensorParallel_Layer):
             stored = self._buffers.get("weight_scale")
             if stored is not None:
                 return self.scaling.multiply_stored(x, weight, stored)
-            return self.scaling.multiply(self._make_spec(), x, (weight,), (None,))[0]
+            if self.accumulate_into_main_grad or not self.scaling.is_traced:
+                return self.scaling.multiply(self._make_spec(), x, (weight,), (None,))[0]
         wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         multiply = self._multiply_accumulating if wanted and self.accumulate_into_main_grad else self._multiply_plain
         return multiply(x, weight, None, False, False)
@@ -175,6 +176,7 @@ class LinearProduct(OverlapOptions, TensorParallel_Layer):
 
     def _multiply_plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, enters: bool, leaves: bool) -> Tensor:
         """The same as operations that torch differentiates: on the host they cost less than one of ours."""
+        run = self.run if self.scaling is None else self.scaling.run
         if "weight" in self.copied and weight.requires_grad:
             weight = sum_copies(weight, self.tp, self.copied["weight"])
         if bias is not None and "bias" in self.copied and bias.requires_grad:
@@ -182,8 +184,8 @@ class LinearProduct(OverlapOptions, TensorParallel_Layer):
         if enters and x.requires_grad:
             x = copy_to_group(x, self.tp, self.reduce_dtype)
         if not leaves:
-            return self.run(x, weight, bias)
-        y = reduce_owned_from_group(self.run(x, weight), self.tp, self.reduce_dtype)
+            return run(x, weight, bias)
+        y = reduce_owned_from_group(run(x, weight), self.tp, self.reduce_dtype)
         return y if bias is None else y + bias.to(y.dtype)
 
     def _multiply_accumulating(self, x: Tensor, weight: Tensor, bias: Tensor | None, enters: bool, leaves: bool) -> Tensor:

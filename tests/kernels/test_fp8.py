@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from autotp.kernels import fp8_product
 from autotp.kernels.fp8 import Recipe, multiply, quantise, turn
 from autotp.kernels.fp8_product import Scaled, multiply_fp8
-from autotp.kernels.fp8_scaled import LIMITS
+from autotp.kernels.fp8_scaled import LIMITS, multiply_scaled
 from autotp.kernels.product import ProductSpec
 from autotp.kernels.reference_fp8 import dequantise
 
@@ -164,3 +165,34 @@ def test_under_autocast_weights_are_read_as_they_are():
         (y,) = multiply_fp8(ProductSpec(), scaled, x, (w,), (None,))
         y.float().square().sum().backward()
     assert y.dtype is torch.bfloat16 and x.grad.dtype is torch.float32 and w.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "blockwise"])
+def test_a_scaled_product_asks_for_what_torch_would(monkeypatch, scaling, fast):
+    """Our call of the operator, against that of `F.scaled_mm` with the same operands."""
+    given = []
+
+    def note(*args):
+        given.append(args)
+        return torch.empty(0, dtype=torch.bfloat16)
+
+    monkeypatch.setattr(torch, "_scaled_mm_v2", note)
+    weights = "squares" if scaling == "blockwise" else scaling
+    (a, _), (b, _) = quantise(draw(128, 256), scaling, columns=False), quantise(draw(256, 256), weights, columns=False)
+    kinds = F.ScalingType
+    kind = {"tensorwise": kinds.TensorWise, "rowwise": kinds.RowWise, "blockwise": kinds.BlockWise1x128}[scaling]
+    other = kinds.BlockWise128x128 if scaling == "blockwise" else kind
+    scale = b.scale.t() if scaling == "rowwise" else b.scale
+    multiply_scaled(a, b, torch.bfloat16, fast)
+    own = fast and scaling != "blockwise"
+    F.scaled_mm(a.values, b.values.t(), a.scale, kind, scale, other, output_dtype=torch.bfloat16, use_fast_accum=own)
+    ours, theirs = given
+    assert _describe(list(ours)) == _describe(list(theirs))
+
+
+def _describe(value):
+    """A tensor as where its numbers are and how they lie."""
+    if isinstance(value, list):
+        return [_describe(part) for part in value]
+    return (value.data_ptr(), value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value

@@ -1,40 +1,51 @@
 """Starts of kernels that are remembered: with the same arguments, and never where another kernel would have been compiled."""
 
+import types
+
 import pytest
 import torch
+from torch import nn
 
 from autotp.kernels import triton_launch
 from autotp.kernels.triton_launch import Remembered, ceil_div
 
+triton = pytest.importorskip("triton")
+
 
 class Kernel:
-    """Counts what is compiled, and keeps what every start was given, as a compiled kernel takes it."""
+    """Counts what Triton is asked to start, and keeps what every start was given, as a compiled kernel takes it."""
 
     arg_names = ("x", "y", "n", "eps", "KIND", "BLOCK")
 
     def __init__(self, compiles=True):
-        self.compiled, self.starts, self.compiles = 0, [], compiles
+        self.compiled, self.starts, self.compiles, self.pre_run_hooks = 0, [], compiles, []
+
+    def compile(self):
+        return Compiled(self, self.compiled)
 
     def __getitem__(self, grid):
         def start(*args, KIND, BLOCK, **options):
             self.compiled += 1
             self.starts.append((grid, (*args, KIND, BLOCK)))
-            return Compiled(self, self.compiled) if self.compiles else None
+            return self.compile() if self.compiles else None
 
         return start
 
 
 class Compiled:
-    def __init__(self, kernel, number):
-        self.kernel, self.number = kernel, number
+    packed_metadata = "packed"
 
-    def __getitem__(self, grid):
-        return lambda *args: self.kernel.starts.append((grid, args))
+    def __init__(self, kernel, number):
+        self.kernel, self.function = kernel, f"function {number}"
+
+    def run(self, x, y, z, stream, function, packed, metadata, before, after, *args):
+        assert (stream, function, packed, metadata, before, after) == ("stream", self.function, "packed", None, None, None)
+        self.kernel.starts.append(((x, y, z), args))
 
 
 @pytest.fixture(autouse=True)
-def remembering(monkeypatch):
-    monkeypatch.setattr(triton_launch, "REMEMBERS", True)
+def streams(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
 
 
 X, Y = torch.zeros(8), torch.zeros(8)
@@ -105,6 +116,70 @@ def test_what_is_remembered_does_not_grow_without_end(monkeypatch):
     for n in range(10):
         start(remembered, n=n)
     assert kernel.compiled == 10 and len(remembered.starts) <= 3
+
+
+def test_tritons_hooks_hear_of_every_start(monkeypatch):
+    kernel, runtime = Kernel(), triton.knobs.runtime
+    remembered = Remembered(kernel)
+    start(remembered)
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        hook = getattr(runtime, name)
+        hook.add(print)
+        start(remembered)
+        hook.remove(print)
+        monkeypatch.setattr(runtime, name, print)
+        start(remembered)
+        monkeypatch.undo()
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
+    kernel.pre_run_hooks.append(print)
+    start(remembered)
+    assert kernel.compiled == 6
+    kernel.pre_run_hooks.clear()
+    start(remembered)
+    assert kernel.compiled == 6 and len(kernel.starts) == 7
+
+
+def test_a_compiled_kernel_is_started_as_triton_starts_it():
+    from triton.compiler import CompiledKernel
+
+    given = []
+    compiled = types.SimpleNamespace(
+        _init_handles=lambda: None,
+        launch_metadata=lambda *args: None,
+        run=lambda *args: given.append(args),
+        function="function",
+        packed_metadata="packed",
+    )
+    CompiledKernel.__getitem__(compiled, (3, 1, 1))(X, Y, 4, 1e-5, "rms", 128, stream="stream")
+    kernel = Kernel()
+    kernel.compile = lambda: compiled
+    remembered = Remembered(kernel)
+    start(remembered)
+    start(remembered)
+    theirs, ours = given
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    assert theirs[7:9] == hooks and ours[7:9] == (None, None)
+    assert theirs[:7] == ours[:7] and theirs[9:] == ours[9:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.float8_e4m3fn])
+def test_what_is_started_as_before_is_what_triton_would_compile_for(dtype):
+    """Every pair of arguments that Triton tells apart is told apart."""
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.compiler import BaseBackend
+
+    memory = torch.zeros(64, dtype=torch.float32)
+    tensors = [memory.view(torch.uint8)[at : at + 16].view(dtype) for at in (0, 4, 8, 16, 32)]
+    tensors += [memory, nn.Parameter(memory), memory.half(), torch.zeros((), dtype=torch.int32)]
+    numbers = [None, 0, 1, 2, 15, 16, 32, 2**31 - 1, 2**31, 2**62, -1, -16, True, False, 1.0, 0.0, 16.0]
+    found = {}
+    for value in (*tensors, *numbers):
+        remembered = Remembered(Kernel())
+        start(remembered, y=value)
+        (key,) = remembered.starts
+        kind = native_specialize_impl(BaseBackend, value, False, True, True)
+        assert found.setdefault(key, kind) == kind
+    assert len(set(found.values())) > 10 and len(found) < len(tensors) + len(numbers)
 
 
 @pytest.mark.parametrize(("a", "b", "expected"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2)])

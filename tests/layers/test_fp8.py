@@ -1,6 +1,7 @@
 """FP8 linears over ranks against the same recipe unsharded, and how long quantised weights are kept."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -238,3 +239,59 @@ def test_options_that_move_rows_beside_products_are_refused():
     layer.tp_overlap_comm = True
     with pytest.raises(autotp.PlanError, match="probe: rows move"):
         layer(torch.randn(4, WIDTH))
+
+
+def compiled_run(group, recipe, **options):
+    """How far gradients are from those without FP8: where each decoder layer is compiled as one graph, and where none is."""
+    torch.compiler.reset()
+    tp = resolve_group(group)
+    model = tiny("llama", num_hidden_layers=1).train()
+    inputs = batch(model, rows=3, length=8)
+    inputs["labels"] = inputs["input_ids"]
+    plain = gradients(autotp.parallelize(copy.deepcopy(model), tp, plan="auto", logits="full", **options), inputs)
+    autotp.parallelize(model, tp, plan="auto", precision=recipe, logits="full", **options)
+    eager = gradients(model, inputs)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    compiled = gradients(model, inputs)
+    assert compiled.keys() == eager.keys() == plain.keys()
+
+    def measure(found):
+        away, whole = (sum(g.norm() ** 2 for g in each) for each in ([found[n] - g for n, g in plain.items()], plain.values()))
+        return (away / whole).sqrt().item()
+
+    return measure(compiled), measure(eager)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dealt"), [(Recipe("tensorwise", least=16), False), (Recipe("rowwise", least=16, agree=False), True)]
+)
+def test_a_compiled_layer_is_one_graph_and_trains_as_well(ranks, recipe, dealt):
+    """Siblings have a scale each there, so what is rounded away is not the same, but no more of it."""
+    for compiled, eager in ranks.run(partial(compiled_run, sequence_parallel=dealt), recipe):
+        assert 0 < compiled < 1.1 * eager
+
+
+def compiled_layers_run(group, scaling):
+    """A column and a row linear: outputs and gradients, compiled as one graph, and not."""
+    torch.compiler.reset()
+    tp = resolve_group(group)
+    torch.manual_seed(0)
+    column, row = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    net = nn.Sequential(LinearLayer(column, tp, name="column"), LinearAllreduce(row, tp, name="row"))
+    for layer, cut in zip(net, (0, 1), strict=True):
+        layer.scaling = Scaling(Recipe(scaling, fast_gradients=True), "net", tp, cut)
+    found = []
+    for run in (net, torch.compile(net, backend="aot_eager", fullgraph=True)):
+        x = torch.randn(5, 7, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = run(x)
+        y.square().sum().backward()
+        found.append([y.detach(), x.grad, *(p.grad for p in net.parameters())])
+        net.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_a_compiled_product_is_the_same(ranks, scaling):
+    for eager, compiled in ranks.run(compiled_layers_run, scaling):
+        assert len(eager) == 6 and all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
