@@ -59,6 +59,7 @@ def run_job(script: Any, *args: Any, cwd: Path, size: int = 2, timeout_s: float 
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     # The ranks meet at a store of this process, as torchrun's do: a port let go of for rank 0 could be taken by another process.
+    # It keeps the addresses of a process group that was ended, so a script begins one only.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     logs = [str(cwd / f"{Path(script).stem}-rank{rank}.log") for rank in range(size or 1)]
     processes = []

@@ -67,17 +67,18 @@ def check_checkpointed(group):
         torch.manual_seed(1)
         return compiled(input_ids=ids, labels=ids, use_cache=False).loss
 
+    # All runs in one setting: where the graph breaks at the checkpoints, other masks are drawn.
     with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
         compiled = torch.compile(model, backend="aot_eager")
         loss = run()
         loss.backward()
-    assert not counters["graph_break"]
-    assert len(set(model.autotp_group.gather_objects((float(loss.detach()), float(torch.rand(())))))) == 1
-    slope, losses = parameter.grad.norm(), []
-    for step in (0.05, -0.1):
-        with torch.no_grad():
-            parameter += step * parameter.grad / slope
-            losses.append(run())
+        assert not counters["graph_break"]
+        assert len(set(model.autotp_group.gather_objects((float(loss.detach()), float(torch.rand(())))))) == 1
+        slope, losses = parameter.grad.norm(), []
+        for step in (0.05, -0.1):
+            with torch.no_grad():
+                parameter += step * parameter.grad / slope
+                losses.append(run())
     torch.testing.assert_close((losses[0] - losses[1]) / 0.1, slope.float(), rtol=0.01, atol=0)
 
 
