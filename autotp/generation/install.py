@@ -8,7 +8,7 @@ models that our loop serves turn to it. The others, and other models, run what t
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
 from ..comm import TPGroup
 from ..errors import AutoTPError
+from ..kernels.dispatch import Problem
+from ..kernels.grouped import rather_not_grouped
 from ..layers.integrations import replace
 from .choose import Head
 from .engine import Engine, describe, find_engine
@@ -152,9 +154,7 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
         step.begin(input_ids, inputs, request.eos if request.greedy else (), request.pad)
         return logits
 
-    optimize = getattr(model, "_optimize_model_for_decode", nullcontext)
-    with optimize():
-        sequences = loop.run(read)
+    sequences = loop.run(read, stepping(model))
     if not request.config.return_dict_in_generate:
         return sequences
     static = request.config.cache_implementation == "static"
@@ -162,6 +162,18 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
     cache.copy_to(kept, input_ids.shape[0], sequences.shape[1] - 1)
     made: Any = GenerateDecoderOnlyOutput
     return made(sequences=sequences, scores=loop.scores, logits=loop.logits, **{cache_name: kept})
+
+
+def stepping(model: Any) -> AbstractContextManager[Any]:
+    """Within it steps run, and no prompt: transformers has experts gather a copy of weights for every token there.
+
+    Our experts' products read each weight once and wait for nothing where PyTorch has a kernel for them: they stay.
+    """
+    fused = any(fusion.kind == "experts" for fusion in model.autotp_plan.fused)
+    ours = Problem("grouped_product", model.device.type, model.dtype)
+    if fused and not rather_not_grouped(ours):
+        return nullcontext()
+    return getattr(model, "_optimize_model_for_decode", nullcontext)()
 
 
 def check_alike(engine: Engine, asked: str) -> None:

@@ -14,7 +14,7 @@ import signal
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -94,8 +94,11 @@ class Loop:
         self.mailbox = _Mailbox(step.report)
         self.votes_on_stop = any(type(each) not in SURE for each in request.criteria)
 
-    def run(self, read_prompt: Callable[[], Tensor]) -> Tensor:
+    def run(self, read_prompt: Callable[[], Tensor], stepping: AbstractContextManager[Any]) -> Tensor:
         """Decode from the logits that `read_prompt` returns, of the prompt's end; returns all tokens, `[B, length]`.
+
+        Args:
+            stepping: what the steps after the prompt run in.
 
         Raises:
             AutoTPError: another rank stopped; what this rank's own streamer, processor or criterion raised.
@@ -103,19 +106,22 @@ class Loop:
         request = self.request
         with self._interruptible():
             self._begin(self._read_together(read_prompt))
-            while self.length < request.limit:
-                if not self.engine.runs_ahead and self._settle():
-                    break
-                self.engine.launch(self.step, self.model)
-                if self.engine.runs_ahead and self._settle():
-                    break
-                self._finish()
-            else:
-                self._settle()
+            with stepping:
+                self._go_on()
         self._raise()
         if request.streamer is not None:
             request.streamer.end()
         return self.step.ids[: self.batch, : self.length].clone()
+
+    def _go_on(self) -> None:
+        while self.length < self.request.limit:
+            if not self.engine.runs_ahead and self._settle():
+                return
+            self.engine.launch(self.step, self.model)
+            if self.engine.runs_ahead and self._settle():
+                return
+            self._finish()
+        self._settle()
 
     def _read_together(self, read_prompt: Callable[[], Tensor]) -> Tensor:
         """What `read_prompt` returns, once it has on all ranks.
