@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 1 scripts/fp8_train.py
 torchrun --nproc-per-node 2 scripts/fp8_train.py --precision fp8 fp8-rowwise
+torchrun --nproc-per-node 1 scripts/fp8_train.py --precision bf16 fp8     (bf16 twice: how far runs differ by themselves)
 torchrun --nproc-per-node 1 scripts/fp8_train.py --tiny        (a small model, 20 steps, to see that it runs)
 
 The model is a random Llama of SmolLM2-135M's shape (30 layers, 576 wide) over bytes; the text is what `help()` knows of Python
