@@ -20,9 +20,9 @@ _PLAIN = {bool, int, float, str, torch.dtype, torch.device, type(None)}
 _CONTAINERS = {list, tuple, dict}
 _DEPTH = 3  # of containers in containers
 _FREE = object()  # the outline of what may change freely
-# Passed over: what every module has, seen otherwise here or of no weight; our maps of Shards, which change with the tensors; and
-# what transformers notes on a model at each call of generate.
-_PASSED = {*nn.Module().__dict__, "shards", "copied", "_is_hf_initialized", "_previous_max_cache_length"}
+# Passed over: what every module has, seen otherwise here or of no weight; our maps of Shards, which change with the tensors;
+# what a forward notes on the head; and what transformers notes on a model at each call of generate.
+_PASSED = {*nn.Module().__dict__, "shards", "copied", "ran", "keep_sharded", "_is_hf_initialized", "_previous_max_cache_length"}
 
 
 class Fingerprint:
