@@ -239,6 +239,28 @@ def test_prepared_for_training(ranks, saved):
     assert one == two
 
 
+def run_resizes(group, path, kind):
+    """Embeddings and head are plain: a vocabulary grows before the adapter comes, and shrinks beside it."""
+    model = read(path, group, kind)
+    plain = stand_for(model, AutoModelForCausalLM.from_pretrained(path))
+    inputs = batch(plain)
+    for rows in (140, 133):
+        for each in (model, plain):
+            torch.manual_seed(3)
+            getattr(each, "get_base_model", lambda each=each: each)().resize_token_embeddings(rows, mean_resizing=False)
+        agree(model, plain)
+        assert model.config.vocab_size == rows
+        if rows == 140:
+            model, plain = (add(each, target_modules="all-linear") for each in (model, plain))
+            compare_gradients(model, plain, inputs)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "torchao int8"])
+def test_vocabularies_are_resized(ranks, saved, kind):
+    need(kind)
+    ranks.run(run_resizes, saved, kind)
+
+
 def run_refuses(group, path):
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import GPTQConfig, TorchAoConfig
