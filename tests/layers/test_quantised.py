@@ -239,6 +239,24 @@ def test_prepared_for_training(ranks, saved):
     assert one == two
 
 
+def run_moves(group, path, kind):
+    """Scripts call model.to(device) though it is there; a dtype changes what is plain."""
+    model = read(path, group, kind)
+    plain = stand_for(model, AutoModelForCausalLM.from_pretrained(path))
+    agree(model.to("cpu"), plain)
+    model, plain = add(model), add(plain)
+    agree(model.to("cpu"), plain)
+    compare_gradients(model, plain, batch(plain))
+    if kind != "torchao int4":  # whose weights multiply in the dtype that they had
+        agree(model.to(torch.bfloat16).float(), plain, 0.2)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "torchao int8", "torchao int4"])
+def test_models_are_moved(ranks, saved, kind):
+    need(kind)
+    ranks.run(run_moves, saved, kind)
+
+
 def run_resizes(group, path, kind):
     """Embeddings and head are plain: a vocabulary grows before the adapter comes, and shrinks beside it."""
     model = read(path, group, kind)
