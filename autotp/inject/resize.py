@@ -32,13 +32,13 @@ def resize_embeddings(original: Callable, model: Any, *args: Any, **kwargs: Any)
         AutoTPError: FSDP2 shards the model, or it is broken.
     """
     group: TPGroup = model.__dict__["autotp_group"]
-    check_usable(model)
+    plan: Plan = model.__dict__["autotp_plan"]
+    entries = _find_entries(model, plan)
+    check_usable(model, [f"{name}.weight" for name in entries])  # those of other modules may be quantised
     refuse_dealt(model.named_parameters(), "resize_token_embeddings", "resize the model before fully_shard")
     notes = group.arrive("resize_token_embeddings", repr((args, sorted(kwargs.items()))))
     if any(note != notes[0] for note in notes):
         raise PlanError(f"resize_token_embeddings was called in different ways: {notes}. Every rank must ask for the same size.")
-    plan: Plan = model.__dict__["autotp_plan"]
-    entries = _find_entries(model, plan)
     _check_rows(args[0] if args else kwargs.get("new_num_tokens"), entries, group)
     release(model)
     try:

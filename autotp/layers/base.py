@@ -148,8 +148,12 @@ def index_parameters(model: nn.Module) -> None:
 
 
 def _refer_to(parameter: Tensor, holder: weakref.ref, name: str) -> Callable[[], Any]:
-    """A reference that keeps nothing alive; by its place for a DTensor, which torch converts only while nothing refers to it."""
-    return functools.partial(_read_parameter, holder, name) if isinstance(parameter, DTensor) else weakref.ref(parameter)
+    """A reference that keeps nothing alive; by its place for a tensor of another class, a DTensor or torchao's.
+
+    torch moves and converts those only while nothing refers to them.
+    """
+    swapped = isinstance(parameter, DTensor) or hasattr(parameter, "__tensor_flatten__")
+    return functools.partial(_read_parameter, holder, name) if swapped else weakref.ref(parameter)
 
 
 def _read_parameter(holder: weakref.ref, name: str) -> Any:

@@ -1,7 +1,9 @@
 """What a captured step depends on: each change of a model shows, and what may change freely does not."""
 
 import gc
+import types
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,11 @@ def attention(model):
 
 def set_items(model, name, value):
     setattr(attention(model), name, value)
+
+
+def put_forward(model, factor):
+    layer = attention(model)
+    layer.forward = types.MethodType(lambda self, *args, **kwargs: factor, layer)
 
 
 def load_other_weights(model):
@@ -56,6 +63,10 @@ CHANGES = {
     "a tuple of objects and numbers": lambda model: set_items(model, "mixed", (object(), 2)),
     "a callable": lambda model: set_items(model, "called", lambda: 1),
     "a callable for an object": lambda model: set_items(model, "thing", lambda: 1),
+    "in a list of lists": lambda model: attention(model).nested[0].append(2),
+    "in a dictionary of dictionaries": lambda model: attention(model).tables["a"].update(b=2),
+    "in a list in a tuple": lambda model: attention(model).holder[0].append(2),
+    "the config": lambda model: setattr(model.config, "logits_scaling", 7.0),
     "a number for an object": lambda model: set_items(model, "thing", 1),
     "a forward": lambda model: set_items(model, "forward", attention(model).forward),
     "a hook": lambda model: attention(model).register_forward_hook(lambda *args: None),
@@ -88,7 +99,7 @@ def make():
     model = tiny("llama").eval()
     for name, value in dict(
         names=["a"], table={"a": 1}, pair=(1, 2), mixed=(object(), 1), called=lambda: 0, thing=object(), large=float("1e30"),
-        kept=torch.ones(3),
+        kept=torch.ones(3), nested=[[1], []], tables={"a": {"b": 1}}, holder=([1], 2),
     ).items():  # fmt: skip
         setattr(attention(model), name, value)
     return model
@@ -103,6 +114,25 @@ def test_each_change_shows(name):
     assert not seen.holds(model) and Fingerprint(model).holds(model)
 
 
+def test_a_forward_shows_that_lies_where_another_lay():
+    model = make()
+    put_forward(model, 1)
+    seen = Fingerprint(model)
+    del attention(model).forward
+    put_forward(model, 2)
+    assert not seen.holds(model)
+
+
+def test_a_config_in_the_models_shows():
+    model: Any = nn.Linear(1, 1)
+    text = types.SimpleNamespace(window=4)
+    model.config = types.SimpleNamespace(sub_configs={"text_config": type(text)}, text_config=text)
+    seen = Fingerprint(model)
+    assert seen.holds(model)
+    text.window = 2
+    assert not seen.holds(model)
+
+
 @pytest.mark.parametrize("name", FREE)
 def test_what_may_change_does_not_show(name):
     model = make()
@@ -114,6 +144,10 @@ def test_what_may_change_does_not_show(name):
 def test_settings_of_the_process_show():
     model = make()
     seen = Fingerprint(model)
+    for register in (nn.modules.module.register_module_forward_hook, nn.modules.module.register_module_forward_pre_hook):
+        hook = register(lambda *args: None)
+        assert not seen.holds(model)
+        hook.remove()
     with torch.autocast("cpu"):
         assert not seen.holds(model)
     try:

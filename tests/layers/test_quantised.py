@@ -239,6 +239,46 @@ def test_prepared_for_training(ranks, saved):
     assert one == two
 
 
+def run_moves(group, path, kind):
+    """Scripts call model.to(device) though it is there; a dtype changes what is plain."""
+    model = read(path, group, kind)
+    plain = stand_for(model, AutoModelForCausalLM.from_pretrained(path))
+    agree(model.to("cpu"), plain)
+    model, plain = add(model), add(plain)
+    agree(model.to("cpu"), plain)
+    compare_gradients(model, plain, batch(plain))
+    if kind != "torchao int4":  # whose weights multiply in the dtype that they had
+        agree(model.to(torch.bfloat16).float(), plain, 0.2)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "torchao int8", "torchao int4"])
+def test_models_are_moved(ranks, saved, kind):
+    need(kind)
+    ranks.run(run_moves, saved, kind)
+
+
+def run_resizes(group, path, kind):
+    """Embeddings and head are plain: a vocabulary grows before the adapter comes, and shrinks beside it."""
+    model = read(path, group, kind)
+    plain = stand_for(model, AutoModelForCausalLM.from_pretrained(path))
+    inputs = batch(plain)
+    for rows in (140, 133):
+        for each in (model, plain):
+            torch.manual_seed(3)
+            getattr(each, "get_base_model", lambda each=each: each)().resize_token_embeddings(rows, mean_resizing=False)
+        agree(model, plain)
+        assert model.config.vocab_size == rows
+        if rows == 140:
+            model, plain = (add(each, target_modules="all-linear") for each in (model, plain))
+            compare_gradients(model, plain, inputs)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "torchao int8"])
+def test_vocabularies_are_resized(ranks, saved, kind):
+    need(kind)
+    ranks.run(run_resizes, saved, kind)
+
+
 def run_refuses(group, path):
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import GPTQConfig, TorchAoConfig
