@@ -169,7 +169,8 @@ def stepping(model: Any) -> AbstractContextManager[Any]:
 
     Our experts' products read each weight once and wait for nothing where PyTorch has a kernel for them: they stay.
     """
-    fused = any(fusion.kind == "experts" for fusion in model.autotp_plan.fused)
+    plan = model.__dict__.get("autotp_plan")
+    fused = plan is not None and any(fusion.kind == "experts" for fusion in plan.fused)
     ours = Problem("grouped_product", model.device.type, model.dtype)
     if fused and not rather_not_grouped(ours):
         return nullcontext()
