@@ -182,8 +182,9 @@ class Scaling:
     @property
     def is_traced(self) -> bool:
         """Whether a compiler reads plain operations now: it is interrupted elsewhere."""
-        plain = self.recipe.scaling != "blockwise" and not torch._C._is_any_autocast_enabled()
-        return torch.compiler.is_compiling() and plain
+        if not torch.compiler.is_compiling():
+            return False
+        return self.recipe.scaling != "blockwise" and not torch._C._is_any_autocast_enabled()
 
     @property
     def gathers_values(self) -> bool:
