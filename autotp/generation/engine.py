@@ -55,7 +55,6 @@ class Engine:
         self.steps: OrderedDict[Hashable, Any] = OrderedDict()
         self.caches: dict[tuple[int, int], ArenaCache] = {}
         self.print: Fingerprint | None = None
-        self._pool: Any = None
 
     @contextmanager
     def occupied(self) -> Iterator[None]:
@@ -146,10 +145,8 @@ class Engine:
         """Record the step's launches, which ran once before; where that fails on any rank, none of its kind is captured."""
         judge_batch(model)  # it may wait for the device, which a capture must not
         graph, failure = torch.cuda.CUDAGraph(), None
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._find_pool(), capture_error_mode="thread_local"):
                 step.run(model)
         except Exception as error:  # what a strange forward does in a capture may raise anything
             failure = describe(error)
@@ -160,6 +157,10 @@ class Engine:
         else:
             step.graph = graph
             self.captures += 1
+
+    def _find_pool(self) -> Any:
+        """The memory pool that the graphs share; None, for a new one, where there is none: PyTorch takes no pool whose graphs are gone."""
+        return next((step.graph.pool() for step in self.steps.values() if step.graph is not None), None)
 
     def say(self, text: str) -> None:
         """Log a warning, once for this model and on one rank."""

@@ -336,7 +336,8 @@ def main():
     checks += [(check_generate, "gemma2"), (check_smollm2_shape, None)]
     checks += [(check_decoding, family) for family in FAMILIES]
     checks += [(check_norm_linear, norm) for norm in ("LayerNorm", "RMSNorm")]
-    checks += [(check, None) for check in (*peer_sums.CHECKS, *moving_rows.CHECKS, *drawing.CHECKS, *generating.CHECKS)]
+    checks += [(check, None) for check in (*peer_sums.CHECKS, *moving_rows.CHECKS, *drawing.CHECKS)]
+    checks += generating.CHECKS
     checks += data_parallel.CHECKS
     run_checks(checks, sys.argv[1:])
 
