@@ -159,7 +159,7 @@ class Engine:
             self.captures += 1
 
     def _find_pool(self) -> Any:
-        """The memory pool that the graphs share; None, for a new one, where there is none: PyTorch takes no pool whose graphs are gone."""
+        """The graphs' memory pool; None, for a new one, where there are none: PyTorch takes no pool whose graphs are gone."""
         return next((step.graph.pool() for step in self.steps.values() if step.graph is not None), None)
 
     def say(self, text: str) -> None:
