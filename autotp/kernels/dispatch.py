@@ -112,6 +112,10 @@ def _why_not_triton_fp8(problem: Problem) -> list[str]:
     return why_not_triton(problem) + ["the input is empty"] * (problem.width == 0 and problem.rows > 0)
 
 
+def _why_not_triton_stacks(problem: Problem) -> list[str]:
+    return _why_not_triton_fp8(problem) + ["reads sizes and addresses in multiples of 16"] * (not problem.aligned)
+
+
 def _rather_not_triton_norm(problem: Problem) -> list[str]:
     return rather_not_triton(problem) + ["a row of 1 has nothing but rounding to it"] * (problem.width == 1)
 
@@ -163,6 +167,10 @@ BACKENDS: dict[str, list[Backend]] = {
     "quantise": [
         _triton("triton_fp8:quantise", _why_not_triton_fp8),
         Backend("reference", "reference_fp8:quantise"),
+    ],
+    "quantise_stacks": [
+        _triton("triton_fp8_stacks:quantise_stacks", _why_not_triton_stacks),
+        Backend("reference", "reference_fp8:quantise_stacks"),
     ],
     "turn_values": [_triton("triton_fp8:turn_values", _why_not_triton_fp8), Backend("reference", "reference_fp8:turn_values")],
     "scaled_product": [

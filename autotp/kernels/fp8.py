@@ -15,6 +15,7 @@ the scale so, and so everything that is computed with it: as without FP8, nothin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from ..errors import PlanError
 from .begun import Begun
 from .dispatch import Problem, select
-from .fp8_scaled import BLOCK, FORMATS, MULTIPLE, Operands, Quantised, Share
+from .fp8_scaled import BLOCK, FORMATS, MULTIPLE, Operands, Quantised, Share, Stack
 
 SCALINGS = ("tensorwise", "rowwise", "blockwise")
 
@@ -114,6 +115,18 @@ def quantise(
         known = begun.row_bits, begun.column_bits
         found = select(problem)(x, scaling, dtype, wants_rows, wants_columns, cut, share, bad, known)
     return (found[0] or begun.rows) if rows else None, (found[1] or begun.turned) if columns else None
+
+
+def quantise_stacks(stacks: Sequence[Stack], share: Share | None = None) -> list[Operands]:
+    """`quantise(torch.cat(stack.parts), "tensorwise")` of many stacks at once; all parts of one dtype and device.
+
+    Args:
+        share: the largest over the ranks, called once for all stacks, which are alike on all ranks; None where none is shared.
+    """
+    first = stacks[0].parts[0]
+    even = all(stack.is_even for stack in stacks)
+    problem = Problem("quantise_stacks", first.device.type, first.dtype, "tensorwise", 1, stacks[0].width, aligned=even)
+    return select(problem)(first, stacks, torch.float8_e4m3fn, share)
 
 
 def turn(operand: Quantised) -> Quantised:

@@ -33,6 +33,37 @@ Operands = tuple[Quantised | None, Quantised | None]
 Bits = tuple[Tensor | None, Tensor | None]  # of the largest sizes: of all or of rows; of columns
 
 
+class Stack(NamedTuple):
+    """Weights `[Ni, K]`, one below the other, that have one scale.
+
+    Attributes:
+        columns: whether they are wanted turned, too. bad: see fp8.quantise.
+    """
+
+    parts: tuple[Tensor, ...]
+    columns: bool
+    bad: Tensor | None
+
+    @property
+    def width(self) -> int:
+        """K."""
+        return self.parts[0].shape[1]
+
+    @property
+    def height(self) -> int:
+        """The sum of all Ni."""
+        return sum(map(len, self.parts))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether sizes and addresses are multiples of 16, and columns side by side: what kernels for many stacks read."""
+        even = not self.width % MULTIPLE and not self.height % MULTIPLE
+        return even and all(
+            p.stride(1) == 1 and not p.stride(0) % MULTIPLE and not p.data_ptr() % MULTIPLE and not len(p) % MULTIPLE
+            for p in self.parts
+        )
+
+
 def padded(size: int, scaling: str) -> int:
     """`size` of a dimension that is summed over, up to a multiple."""
     multiple = BLOCK if scaling in ("blockwise", "squares") else MULTIPLE

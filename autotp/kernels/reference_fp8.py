@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .begun import Begun, Wish
 from .dispatch import Problem, select
-from .fp8_scaled import BLOCK, LEAST_AMAX, LIMITS, Bits, Operands, Quantised, Share, padded
+from .fp8_scaled import BLOCK, LEAST_AMAX, LIMITS, Bits, Operands, Quantised, Share, Stack, padded
 
 
 def quantise(
@@ -41,6 +43,18 @@ def quantise(
     first = _by_row(wide, dtype, share if cut == 1 else None, bad, known[0]) if rows else None
     own = share if cut == 0 else None
     return first, _by_row(_pad(wide.t(), scaling), dtype, own, bad, known[1]) if columns else None
+
+
+def quantise_stacks(like: Tensor, stacks: Sequence[Stack], dtype: torch.dtype, share: Share | None) -> list[Operands]:
+    """fp8.quantise_stacks, on any device."""
+    wide = [torch.cat([part.float() for part in stack.parts]) for stack in stacks]
+    amax = _share(torch.stack([_largest(each, None) for each in wide]), share)
+    found: list[Operands] = []
+    for stack, each, largest in zip(stacks, wide, amax.unbind(), strict=True):
+        values, scale = _scale(each, largest, dtype, stack.bad)
+        turned = Quantised(_pad(values.t(), "tensorwise"), scale, "tensorwise") if stack.columns else None
+        found.append((Quantised(values, scale, "tensorwise"), turned))
+    return found
 
 
 def _by_row(x: Tensor, dtype: torch.dtype, share: Share | None, bad: Tensor | None, known: Tensor | None = None) -> Quantised:

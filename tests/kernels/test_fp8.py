@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from autotp.kernels import fp8_product
-from autotp.kernels.fp8 import Recipe, multiply, quantise, turn
+from autotp.kernels.fp8 import Recipe, multiply, quantise, quantise_stacks, turn
 from autotp.kernels.fp8_product import Scaled, multiply_fp8
-from autotp.kernels.fp8_scaled import LIMITS, multiply_scaled
+from autotp.kernels.fp8_scaled import LIMITS, Stack, multiply_scaled
 from autotp.kernels.product import ProductSpec
 from autotp.kernels.reference_fp8 import dequantise
 
@@ -196,3 +196,38 @@ def _describe(value):
     if isinstance(value, list):
         return [_describe(part) for part in value]
     return (value.data_ptr(), value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, which interprets Triton's 0 * inf
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_many_weights_at_once_are_what_each_is_alone(backend, dtype, shared, monkeypatch):
+    monkeypatch.setenv("AUTOTP_BACKEND", f"quantise_stacks={backend}")
+    sizes = [((48, 16), 64), ((160,), 16), ((16, 16, 32), 272), ((32,), 144)]
+    parts = [
+        tuple((draw(n, 2 * width, seed=7 * i + j) * 10.0**i).to(DEVICE, dtype)[:, :width] for j, n in enumerate(heights))
+        for i, (heights, width) in enumerate(sizes)
+    ]
+    parts[1][0][3, 5] = float("inf")
+    parts[3][0].zero_()
+    bad = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    stacks = [Stack(each, number != 2, bad[number] if number < 3 else None) for number, each in enumerate(parts)]
+    asked = []
+
+    def share(bits):
+        asked.append(bits.numel())
+        return bits.clamp(min=0x3FC00000)  # 1.5
+
+    found = quantise_stacks(stacks, share if shared else None)
+    assert len(asked) == shared
+    for stack, (rows, turned) in zip(stacks, found, strict=True):
+        how = dict(cut=0, share=share) if shared else {}
+        want, want_turned = quantise(torch.cat(stack.parts), "tensorwise", columns=stack.columns, **how)
+        for got, expected in ((rows, want), (turned, want_turned)):
+            assert (got is None) == (expected is None)
+            if got is not None:
+                assert torch.equal(got.scale, expected.scale) and got.values.is_contiguous()
+                equal = torch.equal(got.values.view(torch.uint8), expected.values.view(torch.uint8))
+                assert equal or not got.scale.isfinite()
+    assert bad.tolist() == [0, 1, 0, 0]
