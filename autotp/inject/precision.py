@@ -15,6 +15,7 @@ from ..errors import PlanError
 from ..kernels.fp8 import Recipe
 from ..kernels.fp8_scaled import why_not_fp8
 from ..layers.fp8 import ScaledLinear, Scaling, store_weight
+from ..layers.fp8_together import Together
 from ..layers.handover import Handover, add_source, remove_source
 from ..layers.linear import ParallelLinear
 from . import styles
@@ -215,7 +216,7 @@ def store_weights(model: nn.Module, plan: Plan) -> Callable[[str], None]:
 
 def install_products(model: nn.Module, plan: Plan, group: TPGroup) -> None:
     """Give every linear of which the plan says so its FP8 products; the modules are rewritten, and fused, already."""
-    handover = Handover()
+    handover, together = Handover(), Together()
     if any(product.recipe is not None for product in plan.products):
         for fusion in plan.fused:
             if fusion.kind in SOURCES:
@@ -229,14 +230,14 @@ def install_products(model: nn.Module, plan: Plan, group: TPGroup) -> None:
             store_weight(module, module.weight)
         if not isinstance(module, ParallelLinear):
             module.__class__ = ScaledLinear
-            module.scaling = Scaling(product.recipe, product.name, handover=handover)
+            module.scaling = Scaling(product.recipe, product.name, handover=handover, together=together)
             continue
         cut = _find_cut(module, entry)
-        module.scaling = Scaling(product.recipe, product.name, group, cut, module.out_dim == 1, handover)
+        module.scaling = Scaling(product.recipe, product.name, group, cut, module.out_dim == 1, handover, together)
         siblings: Any = module.siblings
         place: Any = module.place if siblings is not None else -1
         if siblings is not None and siblings.members > 1 and siblings.scaling is None and place >= 0:
-            siblings.scaling = Scaling(product.recipe, product.name, group, cut, handover=handover)
+            siblings.scaling = Scaling(product.recipe, product.name, group, cut, handover=handover, together=together)
 
 
 def _find_cut(module: Any, entry: ModulePlan | None) -> int | None:

@@ -39,7 +39,7 @@ class Scaled(NamedTuple):
         cut: 0 where a rank has a part of the outputs, 1 of the inputs, None of neither.
         share: the largest over the ranks, of scales that span their parts.
         bad: int32 `[]` each: scales that were not finite, of inputs, weights and output gradients.
-        note_backward: is told when a backward begins.
+        note_backward: is told of a backward, once all forwards that it needs again have run.
         gather_rows: gives the values `[M, N]` of all ranks' rows, of which the output gradient has one rank's: of a tensorwise
             recipe, whose one scale is all ranks'; `sum_output` has scattered the output then.
         begun: what is known of the input already.
@@ -121,9 +121,9 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, 
     for parameter, name, wants in zip((*ctx.weights, *ctx.biases), spec.main_grads, wanted[4:], strict=True):
         if name is not None and wants:
             find_main_grad(parameter, name)  # before any collective: a rank that raises inside would leave the others waiting
-    if scaled.note_backward is not None:
-        scaled.note_backward()
     saved = ctx.saved_tensors  # once: a checkpoint gives them no second time
+    if scaled.note_backward is not None:
+        scaled.note_backward()  # now: a checkpoint has run forward again
     turned, w_turned = _operand(ctx, saved, 0), _operand(ctx, saved, 1)
     dy = _join_gradients(ctx, grads)
     rows, columns = _quantise_gradient(scaled, dy, w_turned is not None, turned is not None)

@@ -8,6 +8,8 @@ none of its own), so it is kept no longer than this:
 | an edit that counts, other data, a step of any `torch.optim.Optimizer` | nothing |
 | a backward, where no optimizer that has stepped holds the weight itself (masters, FSDP, `w.data -= lr * w.grad`) | nothing |
 | a forward without gradient, a forward that a CUDA graph captures | is neither read nor written |
+
+The first that finds its weight changed has all others' quantised with it, see fp8_together.py.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from ..kernels.fp8_scaled import LIMITS, Operands, Quantised, Share, why_not_fp8
 from ..kernels.fp8_traced import multiply_traced
 from ..kernels.product import ProductSpec
 from ..row_collectives import pad_rows
+from .fp8_together import Together
 from .handover import Handover
 
 OPERANDS = ("inputs", "weights", "gradients")
@@ -81,6 +84,7 @@ class Scaling:
         group: the ranks, and cut: 0 where they have parts of the outputs, 1 of the inputs; None where they have all of it.
         transposed: weights are `[K, N]`.
         handover: of the model's norms and gates, which may have begun to quantise the input.
+        together: of the model, what quantises all weights at once.
     """
 
     def __init__(
@@ -91,16 +95,18 @@ class Scaling:
         cut: int | None = None,
         transposed: bool = False,
         handover: Handover | None = None,
+        together: Together | None = None,
     ) -> None:
         self.recipe, self.name, self.group, self.cut, self.transposed = recipe, name, group, cut, transposed
         self.handover = handover or Handover()
+        self.together = together or Together()
         self.bad: Tensor | None = None
         self._counts: tuple[Tensor, ...] = ()
-        self._forget()
+        self.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scaling:
-        handover = copy.deepcopy(self.handover, memo)
-        twin = memo[id(self)] = Scaling(self.recipe, self.name, self.group, self.cut, self.transposed, handover)
+        handover, together = copy.deepcopy(self.handover, memo), copy.deepcopy(self.together, memo)
+        twin = memo[id(self)] = Scaling(self.recipe, self.name, self.group, self.cut, self.transposed, handover, together)
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -192,8 +198,9 @@ class Scaling:
         return self.recipe.scaling == "tensorwise" and self._share() is not None
 
     def _note_backward(self, weights: Sequence[Tensor]) -> None:
+        self.together.forget_unread()
         if not all(map(_steps.holds, weights)):  # who changes them now may not be seen
-            self._forget()
+            self.forget()
 
     def _find_begun(self, x: Tensor, bad: Tensor | None, turned: bool, share: Share | None) -> Begun | None:
         """What is known of `x` since it was computed."""
@@ -204,19 +211,39 @@ class Scaling:
         group = self.group
         return None if group is None or group.tp_size == 1 or not self.recipe.agree else partial(group.all_reduce, op="max")
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Let go of the weights' operands."""
         self._key: tuple[Any, ...] = ()
         self._kept: Operands = (None, None)
+
+    def keep(self, weights: Sequence[Tensor], operands: Operands) -> None:
+        """Hold the operands of all weights for as long as those stay what they are."""
+        self._key, self._kept = _describe(weights), operands
+
+    def is_stale(self, weights: Sequence[Tensor], turned: bool) -> bool:
+        """Whether what is held is not of these weights, or not `turned` where that is asked for."""
+        return self._key != _describe(weights) or (turned and self._kept[1] is None)
+
+    def goes_with(self, other: Scaling) -> bool:
+        """Whether its weights can be quantised with `other`'s: rows of `[N, K]`, one scale for each stack, of the same ranks."""
+        alike = self.recipe == other.recipe and self.group is other.group and self.recipe.scaling == "tensorwise"
+        return alike and not self.transposed and self.bad is not None and other.bad is not None
+
+    def count_weights(self, device: torch.device) -> Tensor | None:
+        """Where weights that are not finite are counted, on `device`."""
+        return self._counts[1] if self._counts and self._counts[1].device == device else None
 
     def _read(self, weights: Sequence[Tensor], whole: Tensor | None, keeps: bool, share: Share | None, turned: bool) -> Operands:
         """The operands of all weights, `|w.T|` where `turned`."""
         _steps.watch()
         if not keeps or _is_captured(weights[0]):
             return self._quantise(weights, whole, share, turned)
-        key = (_steps.count, *((w.data_ptr(), w._version, w.shape, w.dtype) for w in weights))
-        if key != self._key or (turned and self._kept[1] is None):
-            self._forget()
-            self._key, self._kept = key, self._quantise(weights, whole, share, turned)
+        forward = torch._C._current_graph_task_id() == -1  # and not one that a backward computes again
+        if forward:
+            self.together.note(self, weights, turned)
+        if self.is_stale(weights, turned) and not (forward and self.together.quantise(self, weights, turned, share)):
+            self.forget()
+            self.keep(weights, self._quantise(weights, whole, share, turned))
         return self._kept
 
     def _quantise(self, weights: Sequence[Tensor], whole: Tensor | None, share: Share | None, turned: bool) -> Operands:
@@ -224,8 +251,13 @@ class Scaling:
         if whole is None:
             whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         whole = whole.t() if self.transposed else whole
-        bad = self._counts[1] if self._counts else None
+        bad = self.count_weights(whole.device)
         return quantise(whole, self.recipe.weight_scaling, columns=turned, cut=self.cut, share=share, bad=bad)
+
+
+def _describe(weights: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What differs once weights may have changed."""
+    return (_steps.count, *((w.data_ptr(), w._version, w.shape, w.dtype) for w in weights))
 
 
 def _is_captured(weight: Tensor) -> bool:

@@ -1,0 +1,189 @@
+"""Weights of many FP8 linears quantised at once: how often, and never what they were before."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import autotp
+from autotp.kernels.fp8 import Recipe
+from autotp.layers import fp8_together
+from autotp.layers.fp8 import ScaledLinear, Scaling
+from autotp.layers.fp8_together import Together
+from tests.models import batch, tiny
+
+WIDTH, COUNT = 128, 5
+ROWS = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def make_linears(scaling="tensorwise"):
+    torch.manual_seed(0)
+    together, linears = Together(), nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(COUNT)))
+    for number, linear in enumerate(linears):
+        linear.__class__ = ScaledLinear
+        linear.scaling = Scaling(Recipe(scaling), f"probe.{number}", together=together)
+    return linears
+
+
+def alone(linear, x):
+    """What a linear gives that has never been quantised before."""
+    twin = ScaledLinear(WIDTH, WIDTH, bias=False)
+    twin.weight, twin.scaling = nn.Parameter(linear.weight.detach().clone()), Scaling(linear.scaling.recipe, "twin")
+    return twin(x)
+
+
+def check_fresh(linears):
+    """Each gives what its weight is now; returns the last output."""
+    x = ROWS
+    for linear in linears:
+        y = linear(x)
+        assert torch.equal(y, alone(linear, x))
+        x = y.detach().requires_grad_()
+    return y
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """Stacks that were quantised at once, call by call."""
+    found, quantise = [], fp8_together.quantise_stacks
+    monkeypatch.setattr(
+        fp8_together, "quantise_stacks", lambda stacks, share: found.append(len(stacks)) or quantise(stacks, share)
+    )
+    return found
+
+
+def train(linears, steps=4):
+    optimizer, found = torch.optim.SGD(linears.parameters(), lr=0.1), []
+    for _ in range(steps):
+        for micro in (ROWS, -2 * ROWS):
+            loss = linears(micro.clone().requires_grad_()).square().mean()
+            loss.backward()
+            found.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_the_first_that_has_changed_brings_all_others(counts, monkeypatch):
+    losses = train(make_linears())
+    assert counts == [COUNT] * 4  # no optimizer had stepped in the first: its second micro-batch quantises again, as in others
+    monkeypatch.setattr(fp8_together, "LEAST", 1000)
+    assert losses == train(make_linears()) and len(counts) == 4
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "blockwise"])
+def test_other_scalings_go_alone(counts, scaling):
+    train(make_linears(scaling), 2)
+    assert not counts
+
+
+def test_a_weight_that_changes_in_between_is_read_again(counts):
+    linears = make_linears()
+    train(linears, 1)
+    del counts[:]
+
+    def double(module, args):
+        with torch.no_grad():
+            module.weight.mul_(2)
+
+    hook = linears[3].register_forward_pre_hook(double)
+    check_fresh(linears)
+    hook.remove()
+    assert counts == [COUNT]
+    old, linears[2].weight = linears[2].weight, nn.Parameter(linears[2].weight.detach() * 3)
+    check_fresh(linears).sum().backward()
+    linears[1].weight.data = linears[1].weight.data * 2
+    check_fresh(linears)
+    assert old.shape == linears[2].weight.shape
+
+
+def test_what_forward_skips_is_let_go_of():
+    linears = make_linears()
+    x = ROWS.clone().requires_grad_()
+    for _ in range(2):
+        linears(x).sum().backward()
+    fewer = nn.Sequential(*linears[:2], *linears[3:])
+    fewer(x).sum().backward()  # brings the third, too
+    linears[2].weight.data.mul_(3)  # no version counter sees it
+    check_fresh(linears)
+    kept = [linear.scaling._kept[0] is None for linear in linears]
+    assert not any(kept)
+
+
+@pytest.mark.parametrize("how", [None, False, True])
+def test_edits_unseen_after_a_backward_are_read(how):
+    """`how`: whether a checkpoint is reentrant."""
+    linears = make_linears()
+    for factor in (1.0, 2.0, 3.0):
+        for linear in linears:
+            linear.weight.data.mul_(factor)
+        x = ROWS.clone().requires_grad_()
+        if how is None:
+            check_fresh(linears).sum().backward()
+        for _ in range(2):
+            y = linears(x) if how is None else checkpoint(linears, x, use_reentrant=how)
+            expected = x
+            for linear in linears:
+                expected = alone(linear, expected)
+            assert torch.equal(y, expected)
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_that_backward_runs_again(counts, reentrant):
+    found = []
+    for how in (dict(), dict(use_reentrant=reentrant)):
+        linears = make_linears()
+        for _ in range(3):
+            linears.zero_grad()
+            x = ROWS.clone().requires_grad_()
+            for linear in linears:
+                x = checkpoint(linear, x, **how) if how else linear(x)
+            x.square().mean().backward()
+        found.append([linear.weight.grad for linear in linears])
+        assert counts == [COUNT] * (2 if not how or not reentrant else 0)
+        del counts[:]
+    assert all(map(torch.equal, *found))
+
+
+def test_copies_have_their_own(counts):
+    linears = make_linears()
+    train(linears, 1)
+    assert len({linear.scaling.together for linear in copy.deepcopy(linears)} | {linears[0].scaling.together}) == 2
+    assert isinstance(pickle.loads(pickle.dumps(linears[0].scaling)).together, Together)
+    twin = copy.deepcopy(linears)
+    twin.load_state_dict({name: 2 * value for name, value in linears.state_dict().items()})
+    check_fresh(twin)
+    check_fresh(linears)
+
+
+def share_of_ranks(group):
+    """All-reduces of a forward of two layers' first step and its third, with an optimizer."""
+    model = tiny("llama").train()
+    inputs = batch(model)
+    inputs["labels"] = inputs["input_ids"]
+    autotp.parallelize(model, group, plan="auto", precision=Recipe(least=16))
+    optimizer, found, tp = torch.optim.SGD(model.parameters(), lr=0.01), [], model.autotp_group
+    reduce, shared = tp.all_reduce, []
+    tp.all_reduce = lambda x, *args, **kwargs: (
+        (kwargs.get("op") == "max" and shared.append(x.numel())) or reduce(x, *args, **kwargs)
+    )
+    for _ in range(3):
+        del shared[:]
+        loss = model(**inputs).loss
+        found.append((len(shared), max(shared)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del tp.all_reduce
+    return dist.get_rank(group), found
+
+
+def test_ranks_agree_on_all_scales_in_one_collective(ranks):
+    for _, (first, *later) in ranks.run(share_of_ranks):
+        assert later[0] == later[1] and later[0][1] >= 8  # qkv, o, gate with up, down; two layers
+        assert later[0][0] <= first[0] - 7 and first[1] == 1
