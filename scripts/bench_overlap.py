@@ -1,6 +1,6 @@
 """Times products whose rows are dealt to the ranks, with what moves hidden behind them, in sequence, and cut out.
 
-torchrun --nproc-per-node 2 scripts/bench_overlap.py [--out FILE.json]
+torchrun --nproc-per-node 2 scripts/bench_overlap.py [--out FILE.json] [--rows 16384 --widths 8192]
 torchrun --nproc-per-node 2 scripts/bench_overlap.py --cpu        (small sizes, to see that it runs)
 
 For a width H the column product is that of q, k and v, or of gate and up, of a Llama (`[1.5 H / T, H]`, `[7 H / T, H]`), the row
@@ -36,7 +36,7 @@ from autotp.kernels.product import ProductSpec, multiply
 
 CPU = "--cpu" in sys.argv
 DTYPE = torch.float32 if CPU else torch.bfloat16
-ROWS, WIDTHS = ((64,), (64,)) if CPU else ((2048, 4096, 8192, 16384), (2048, 4096, 8192))
+ROWS, WIDTHS = ([64], [64]) if CPU else ([2048, 4096, 8192, 16384], [2048, 4096, 8192])
 MOVES = Moves(True, True, True, True)  # at any size
 CALLS, ROUNDS = (1, 1) if CPU else (4, 7)
 
@@ -150,6 +150,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out")
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="of all ranks")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     options = parser.parse_args()
     group = resolve_group()
     exchanges: dict[str, Exchange] = {
@@ -162,8 +164,8 @@ def main() -> None:
     results = []
     if group.tp_rank == 0:
         print("rows width product, then forward, step and host us of each of:", *exchanges, flush=True)
-    for width in WIDTHS:
-        for rows in ROWS:
+    for width in options.widths:
+        for rows in options.rows:
             for name, make in make_cases(rows, width, group).items():
                 found = {"rows": rows, "width": width, "product": name, **run_case(make, exchanges, group)}
                 results.append(found)
