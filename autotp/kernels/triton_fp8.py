@@ -17,10 +17,11 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from .fp8_scaled import BLOCK, LEAST_AMAX, LIMITS, Bits, Operands, Quantised, Share, padded
+from .fp8_scaled import BLOCK, LEAST_AMAX, LIMITS, Operands, Quantised, Share, padded
 from .triton_launch import Remembered, ceil_div, on_own_device
 from .zeros import scales, zeros
 
+Bits = tuple[Tensor | None, Tensor | None]  # of the largest sizes: of all or of rows; of columns
 TILES = {"tensorwise": (128, 64), "rowwise": (128, 64), "blockwise": (BLOCK, BLOCK), "squares": (BLOCK, BLOCK)}
 WARPS = 8
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"  # as the decorators below read it
