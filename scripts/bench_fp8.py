@@ -8,7 +8,6 @@ torchrun --nproc-per-node 2 scripts/bench_fp8.py --work body --compile default
 |---|---|
 | products | `F.scaled_mm` of 8192 rows by recipe, TFLOP/s; error against float32 beside scales and casts written by hand |
 | operands | both operands of a tensor, GB/s of what a kernel with no cache would move |
-| fused | a norm or gate with the operands of what it gives, begun in one pass and apart |
 | few | the product of one row, GB/s of the weight |
 | body | forward and backward of 8 decoder layers of Llama-3-8B's shape, 2 x 4096 tokens, and its peak memory |
 | decode | `generate()`, 32 layers, batch 1, 256 tokens after 1024, wall time; bytes of weights |
@@ -26,22 +25,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_fp8_operations import (
-    measure_few,
-    measure_fused,
-    measure_operands,
-    measure_products,
-    say,
-    saying_errors,
-    time_us,
-)
+from bench_fp8_operations import measure_few, measure_operands, measure_products, say, saying_errors, time_us
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
 from autotp.groups import init_process_group_from_env, local_device
 from autotp.kernels import fp8
-from autotp.layers.handover import remove_source
 
 SHAPE: dict[str, Any] = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
 TINY: dict[str, Any] = dict(hidden_size=512, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
@@ -74,10 +64,8 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def measure_body(
-    shape: dict[str, Any], device: torch.device, layers: int, tokens: int, recipes: list[str], apart: bool, mode: str
-) -> None:
-    """Forward and backward of the decoder's body; `apart`: norms and gates hand nothing over; `mode`: of torch.compile."""
+def measure_body(shape: dict[str, Any], device: torch.device, layers: int, tokens: int, recipes: list[str], mode: str) -> None:
+    """Forward and backward of the decoder's body; `mode`: of torch.compile."""
     if mode != "none":
         say(f"\ncompiled, mode {mode!r}")
     say("\nbody, forward and backward", "ms", "of bf16", "peak GiB", "gradient's difference", widths=(34, 11, 11, 11, 30))
@@ -88,8 +76,6 @@ def measure_body(
         model = build(shape, layers, 1024, device)
         autotp.parallelize(model, plan=plan, precision=None if name == "bf16" else RECIPES[name])
         plan = replace(model.autotp_plan, products=())
-        for module in model.modules() if apart else ():
-            remove_source(module)
         with saying_errors(name):
             ms, peak, own = time_body(model.train(), ids, device, mode)
             first, grad = first or ms, grad if grad.numel() else own
@@ -152,11 +138,10 @@ def measure_decode(shape: dict[str, Any], device: torch.device, layers: int, con
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    works = ("products", "operands", "fused", "few", "body", "decode")
+    works = ("products", "operands", "few", "body", "decode")
     parser.add_argument("--work", nargs="+", choices=works, default=list(works))
     parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES), help="of the body")
-    parser.add_argument("--tiles", action="store_true", help="one row, and what is fused, by every tile, too")
-    parser.add_argument("--apart", action="store_true", help="in the body, norms and gates do not begin to quantise")
+    parser.add_argument("--tiles", action="store_true", help="one row by every tile, too")
     modes = ("none", "default", "reduce-overhead", "max-autotune")
     parser.add_argument("--compile", choices=modes, default="none", help="torch.compile the body, of bf16 and FP8 alike")
     parser.add_argument("--tiny", action="store_true", help="small shapes")
@@ -171,14 +156,12 @@ def main() -> None:
         measure_products(device, rows, scale)
     if "operands" in args.work:
         measure_operands(device, rows, scale)
-    if "fused" in args.work:
-        measure_fused(device, rows, scale, args.tiles)
     if "few" in args.work:
         measure_few(device, scale, args.tiles)
     free(device)
     dist.barrier()
     if "body" in args.work:
-        measure_body(shape, device, layers, 64 if args.tiny else 4096, args.recipes, args.apart, args.compile)
+        measure_body(shape, device, layers, 64 if args.tiny else 4096, args.recipes, args.compile)
     if "decode" in args.work:
         measure_decode(shape, device, 2 if args.tiny else 32, 16 if args.tiny else 1024, 8 if args.tiny else 256)
     dist.destroy_process_group()

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -16,22 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotp.kernels import fp8
-from autotp.kernels.begun import Wish
 from autotp.kernels.decode import decoding
 from autotp.kernels.dispatch import Problem, select
 from autotp.kernels.few_rows import linear, linear_scaled
 from autotp.kernels.fp8_scaled import LIMITS, Quantised
-from autotp.kernels.gated import gated_forward
-from autotp.kernels.norm import add_norm
 
 PRODUCTS = {"qkv": (4096, 3072), "o": (2048, 4096), "gate_up": (4096, 14336), "down": (7168, 4096)}  # inputs, outputs of a rank
 TILES = ((1, 1024, 4, 2), (1, 2048, 4, 2), (2, 1024, 4, 2), (2, 2048, 4, 2), (2, 2048, 8, 2), (4, 1024, 4, 2), (4, 1024, 8, 2))
-LAUNCHES = {
-    "triton_begun.PROGRAMS_PER_PROCESSOR": (1, 2, 3, 4, 8),
-    "triton_begun.BLOCK_WARPS": (8, 16),
-    "triton_begun.WARPS": (4, 8, 16),
-    "triton_fp8.WARPS": (4, 8, 16),
-}
 PEAK = {"bf16": 989.0, "fp8": 1979.0}
 
 
@@ -125,55 +115,6 @@ def measure_operands(device: torch.device, rows: int, scale: int) -> None:
             with saying_errors(f"{rows}x{k} {scaling}"):
                 us = time_us(partial(fp8.quantise, x, scaling), device)
                 say(f"{rows}x{k} {scaling}", f"{us:.1f}", f"{n_bytes / us / 1e3:.0f}", f"{n_bytes / us / 4.8e6:.0%}")
-
-
-def measure_fused(device: torch.device, rows: int, scale: int, tiles_too: bool) -> None:
-    """A norm of a sum, and a gate, with the operands of what they give: begun in the same pass, and apart."""
-    say("\nfused, M x K, both or rows", "us apart", "GB/s", "us fused", "GB/s", "of apart")
-    k, f = PRODUCTS["qkv"][0] // scale, PRODUCTS["down"][0] // scale
-    x, residual = (torch.randn(rows, k, device=device, dtype=torch.bfloat16) for _ in range(2))
-    weight, packed = torch.ones(k, device=device, dtype=torch.bfloat16), torch.randn(rows, 2 * f, device=device).bfloat16()
-    makers: dict[str, tuple[int, int, Callable[[Wish | None], Tensor]]] = {
-        "norm": (k, 8, lambda wish: add_norm(x, residual, weight, None, 1e-5, "rms", wish)[0]),
-        "gate": (f, 6, lambda wish: gated_forward(packed[:, :f], packed[:, f:], "silu", wish)),
-    }
-    for name, (width, made, make) in makers.items():
-        for scaling, turned in product(fp8.SCALINGS, (True, False)):
-            said = f"{name} {rows}x{width} {scaling}{'' if turned else ', rows'}"
-            with saying_errors(said):
-                apart = time_us(partial(quantise_made, make, scaling, turned, False), device)
-                fused = time_us(partial(quantise_made, make, scaling, turned, True), device)
-                moved = [made + left for left in bytes_left(name, scaling, turned)]
-                speeds = [f"{rows * width * n / us / 1e3:.0f}" for n, us in zip(moved, (apart, fused), strict=True)]
-                say(said, f"{apart:.1f}", speeds[0], f"{fused:.1f}", speeds[1], f"{fused / apart:.2f}")
-                for label, us in time_launches(partial(quantise_made, make, scaling, turned, True), device) if tiles_too else ():
-                    say(f"  {label}", f"{us:.1f}", widths=(56, 11))
-
-
-def quantise_made(make: Callable[[Wish | None], Tensor], scaling: str, turned: bool, fused: bool) -> Any:
-    """What is made, quantised: as its maker began it, or anew."""
-    wish = Wish(scaling, turned) if fused else None
-    return fp8.quantise(make(wish), scaling, columns=turned, begun=None if wish is None else wish.begun)
-
-
-def bytes_left(name: str, scaling: str, turned: bool) -> tuple[int, int]:
-    """Bytes an element that a kernel with no cache would move beside those of the norm or gate: apart, fused."""
-    looks, operands = 2 * (scaling != "blockwise"), 1 + turned
-    if name == "norm" and scaling != "tensorwise":
-        return looks + 2 + operands, 1 + 3 * turned
-    return looks + 2 + operands, operands if scaling == "blockwise" else 2 + operands
-
-
-def time_launches(run: Callable[[], Any], device: torch.device) -> Iterator[tuple[str, float]]:
-    """Microseconds by how kernels are launched; what a setting does not concern takes as long with all its values."""
-    for setting, values in LAUNCHES.items():
-        module, name = setting.split(".")
-        kernels = importlib.import_module(f"autotp.kernels.{module}")
-        own = getattr(kernels, name)
-        for value in values:
-            setattr(kernels, name, value)
-            yield f"{name}={value} of {module}", time_us(run, device)
-        setattr(kernels, name, own)
 
 
 def measure_few(device: torch.device, scale: int, tiles_too: bool) -> None:

@@ -24,7 +24,6 @@ from ..kernels.gated import gated
 from ..kernels.norm import norm
 from ..kernels.reference import ACTIVATIONS
 from ..layers.gated_pair import multiply_gated
-from ..layers.handover import find_source
 from ..layers.pending import PendingSum, settle
 from .draws import keep_random
 from .experts import experts_forward, find_experts
@@ -164,7 +163,7 @@ def norm_forward(own: Callable[..., Any], kind: str, eps: float) -> Callable[...
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or torch.compiler.is_compiling() or differentiates_forward() or not is_as_tried(self):
             return own(self, *args, **kwargs)
-        (x,), weight, ready, source = args, self.weight, self.__dict__.pop("ready", None), find_source(self)
+        (x,), weight, ready = args, self.weight, self.__dict__.pop("ready", None)
         if isinstance(x, PendingSum) and not torch.is_autocast_enabled(x.device.type):
             y = x.finish_with_norm(weight, read_shift(self, kind), eps, kind) if x.shape[-1:] == weight.shape else None
             if y is not None:
@@ -174,11 +173,7 @@ def norm_forward(own: Callable[..., Any], kind: str, eps: float) -> Callable[...
             return ready[3]
         if x.dtype is not weight.dtype or x.shape[-1:] != weight.shape or torch.is_autocast_enabled(x.device.type):
             return own(self, x)
-        wish = None if source is None else source.begin(x)
-        y = norm(x, weight, read_shift(self, kind), eps, kind, wish)
-        if source is not None:
-            source.offer(y, wish)
-        return y
+        return norm(x, weight, read_shift(self, kind), eps, kind)
 
     forward.fused_norm = kind, eps  # type: ignore[attr-defined]
     return forward
@@ -267,11 +262,6 @@ def gated_forward(own: Callable[..., Any], gate: str, up: str, down: str, activa
             a, b = b, a
         if a.dtype is not b.dtype or a.shape != b.shape:  # an adapter's, say: what plain operations make of them
             return modules[down](ACTIVATIONS[activation](a) * b)
-        source = find_source(self)
-        wish = None if source is None else source.begin(a)
-        y = gated(a, b, activation, wish)
-        if source is not None:
-            source.offer(y, wish)
-        return modules[down](y)
+        return modules[down](gated(a, b, activation))
 
     return forward

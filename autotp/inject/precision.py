@@ -16,7 +16,6 @@ from ..kernels.fp8 import Recipe
 from ..kernels.fp8_scaled import why_not_fp8
 from ..layers.fp8 import ScaledLinear, Scaling, store_weight
 from ..layers.fp8_together import Together
-from ..layers.handover import Handover, add_source, remove_source
 from ..layers.linear import ParallelLinear
 from . import styles
 from .module_plan import ModulePlan
@@ -32,7 +31,6 @@ RECIPES: dict[str, Recipe | None] = {
     "fp8-weights": Recipe("rowwise", weights_only=True),
     OWN: None,
 }
-SOURCES = ("rms", "rms1p", "layernorm", "gated_mlp")  # what is fused and begins to quantise for its reader
 STACKED = "stacked experts, whose grouped products have no FP8"
 EDGE = "first and last layers, outside the repeated ones, stay as they are"
 
@@ -215,12 +213,8 @@ def store_weights(model: nn.Module, plan: Plan) -> Callable[[str], None]:
 
 
 def install_products(model: nn.Module, plan: Plan, group: TPGroup) -> None:
-    """Give every linear of which the plan says so its FP8 products; the modules are rewritten, and fused, already."""
-    handover, together = Handover(), Together()
-    if any(product.recipe is not None for product in plan.products):
-        for fusion in plan.fused:
-            if fusion.kind in SOURCES:
-                add_source(model.get_submodule(fusion.name), handover)
+    """Give every linear of which the plan says so its FP8 products; the modules are rewritten already."""
+    together = Together()
     for product in plan.products:
         if product.recipe is None:
             continue
@@ -230,14 +224,14 @@ def install_products(model: nn.Module, plan: Plan, group: TPGroup) -> None:
             store_weight(module, module.weight)
         if not isinstance(module, ParallelLinear):
             module.__class__ = ScaledLinear
-            module.scaling = Scaling(product.recipe, product.name, handover=handover, together=together)
+            module.scaling = Scaling(product.recipe, product.name, together=together)
             continue
         cut = _find_cut(module, entry)
-        module.scaling = Scaling(product.recipe, product.name, group, cut, module.out_dim == 1, handover, together)
+        module.scaling = Scaling(product.recipe, product.name, group, cut, module.out_dim == 1, together)
         siblings: Any = module.siblings
         place: Any = module.place if siblings is not None else -1
         if siblings is not None and siblings.members > 1 and siblings.scaling is None and place >= 0:
-            siblings.scaling = Scaling(product.recipe, product.name, group, cut, handover=handover, together=together)
+            siblings.scaling = Scaling(product.recipe, product.name, group, cut, together=together)
 
 
 def _find_cut(module: Any, entry: ModulePlan | None) -> int | None:
@@ -248,7 +242,6 @@ def _find_cut(module: Any, entry: ModulePlan | None) -> int | None:
 def remove_products(model: nn.Module) -> None:
     """Make whole linears plain again; split ones were, with their shards."""
     for module in model.modules():
-        remove_source(module)
         if type(module) is ScaledLinear:
             module.__class__ = nn.Linear  # type: ignore[assignment]
             module.__dict__.pop("scaling", None)

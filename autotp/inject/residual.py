@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.norm import add_norm
-from ..layers.handover import find_source
 from ..layers.pending import PendingSum
 from .forwards import differentiates_forward, is_as_tried
 from .plan import Fusion
@@ -108,11 +107,7 @@ def add_before(norm: Any, a: Any, b: Any) -> Any:
         return a + b
     if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(a.device.type):
         return a + b  # tensors without versions; another dtype
-    source = find_source(norm)
-    wish = None if source is None else source.begin(a)
-    y, total = add_norm(a, b, weight, read_shift(norm, how[0]), how[1], how[0], wish)
-    if source is not None:
-        source.offer(y, wish)
+    y, total = add_norm(a, b, weight, read_shift(norm, how[0]), how[1], how[0])
     norm.__dict__["ready"] = (total, total._version, torch.is_grad_enabled(), y)
     return total
 

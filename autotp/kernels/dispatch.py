@@ -177,11 +177,6 @@ BACKENDS: dict[str, list[Backend]] = {
         Backend("torch", fp8_scaled.multiply_scaled, fp8_scaled.why_not_scaled),
         Backend("reference", "reference_fp8:multiply"),
     ],
-    "norm_begun": [
-        _triton("triton_begun:norm_begun", _why_not_triton_norm, _rather_not_triton_norm),
-        Backend("reference", "reference_fp8:norm_begun"),
-    ],
-    "gated_begun": [_triton("triton_begun:gated_begun"), Backend("reference", "reference_fp8:gated_begun")],
     "linear_transposed": [Backend("reference", reference.linear_transposed)],
     "norm_forward": [
         _triton("triton_norm:norm_forward", _why_not_triton_norm, _rather_not_triton_norm),

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from ..errors import PlanError
-from .begun import Begun
 from .dispatch import Problem, select
 from .fp8_scaled import BLOCK, FORMATS, MULTIPLE, Operands, Quantised, Share, Stack
 
@@ -94,7 +93,6 @@ def quantise(
     cut: int | None = None,
     share: Share | None = None,
     bad: Tensor | None = None,
-    begun: Begun | None = None,
 ) -> Operands:
     """`x` `[R, C]` to be summed over its columns, and over its rows: turned, `[C, R]`, R padded with zeros to a multiple.
 
@@ -104,17 +102,9 @@ def quantise(
         cut: the dimension of which a rank has a part, or None; `share` then gives the largest over the ranks, called for each
             scale that spans the parts, in the same order on every rank.
         bad: int32 `[]`, to which the number of scales that are not finite is added.
-        begun: what is known of x, for this scaling and E4M3: the rest is computed.
     """
     problem = Problem("quantise", x.device.type, x.dtype, scaling, x.shape[0], x.shape[1])
-    if begun is None:
-        return select(problem)(x, scaling, dtype, rows, columns, cut, share, bad)
-    wants_rows, wants_columns = rows and begun.rows is None, columns and begun.turned is None
-    found: Operands = (None, None)
-    if wants_rows or wants_columns:
-        known = begun.row_bits, begun.column_bits
-        found = select(problem)(x, scaling, dtype, wants_rows, wants_columns, cut, share, bad, known)
-    return (found[0] or begun.rows) if rows else None, (found[1] or begun.turned) if columns else None
+    return select(problem)(x, scaling, dtype, rows, columns, cut, share, bad)
 
 
 def quantise_stacks(stacks: Sequence[Stack], share: Share | None = None) -> list[Operands]:

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .autocast import autocast_dtype, disable_autocast
-from .begun import Begun
 from .fp8 import Recipe, multiply, quantise, turn
 from .fp8_scaled import Operands, Quantised, Share
 from .gradients import bias_gradients
@@ -42,7 +41,6 @@ class Scaled(NamedTuple):
         note_backward: is told of a backward, once all forwards that it needs again have run.
         gather_rows: gives the values `[M, N]` of all ranks' rows, of which the output gradient has one rank's: of a tensorwise
             recipe, whose one scale is all ranks'; `sum_output` has scattered the output then.
-        begun: what is known of the input already.
         keeps: whether a backward may follow.
     """
 
@@ -53,7 +51,6 @@ class Scaled(NamedTuple):
     bad: Sequence[Tensor] | None = None
     note_backward: Callable[[], None] | None = None
     gather_rows: Callable[[Tensor], Tensor] | None = None
-    begun: Begun | None = None
     keeps: bool = True
 
     def count(self, place: int) -> Tensor | None:
@@ -83,8 +80,7 @@ class _ScaledProduct(torch.autograd.Function):
         count = len(params) // 2
         weights, biases = params[:count], params[count:]
         ctx.set_materialize_grads(False)
-        ctx.spec, ctx.weights, ctx.biases = spec, weights, biases
-        ctx.scaled = scaled if scaled.begun is None else scaled._replace(begun=None)
+        ctx.spec, ctx.scaled, ctx.weights, ctx.biases = spec, scaled, weights, biases
         shape, wanted = x.shape, ctx.needs_input_grad
         ctx.shape, ctx.dtype = shape, x.dtype
         wants_dx, wants_dw = scaled.keeps and wanted[3], scaled.keeps and True in wanted[4 : 4 + count]
@@ -140,8 +136,8 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, 
 
 
 def _quantise_input(scaled: Scaled, x: Tensor, wants_columns: bool) -> Operands:
-    how: Any = dict(cut=1 if scaled.cut == 1 else None, share=scaled.share, bad=scaled.count(0))
-    return quantise(x, scaled.recipe.scaling, columns=wants_columns, begun=scaled.begun, **how)
+    cut = 1 if scaled.cut == 1 else None
+    return quantise(x, scaled.recipe.scaling, columns=wants_columns, cut=cut, share=scaled.share, bad=scaled.count(0))
 
 
 def _quantise_gradient(scaled: Scaled, dy: Tensor, wants_rows: bool, wants_columns: bool) -> Operands:

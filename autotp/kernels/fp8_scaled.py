@@ -30,7 +30,6 @@ class Quantised(NamedTuple):
 
 
 Operands = tuple[Quantised | None, Quantised | None]
-Bits = tuple[Tensor | None, Tensor | None]  # of the largest sizes: of all or of rows; of columns
 
 
 class Stack(NamedTuple):

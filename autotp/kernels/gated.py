@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import KernelUnsupported
 from . import reference
-from .begun import Wish
 from .dispatch import Problem, select
 
 # How transformers' ACT2FN spells the activations of reference.ACTIVATIONS. Its variants of the tanh form differ by rounding.
@@ -34,20 +33,17 @@ SPELLINGS = {
 }
 
 
-def gated_forward(gate: Tensor, up: Tensor, activation: str, wish: Wish | None = None) -> Tensor:
+def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """`activation(gate) * up`, contiguous; not differentiable by autograd.
 
     Args:
         activation: a key of reference.ACTIVATIONS, or a name of the same in transformers' ACT2FN.
-        wish: what the result's reader wants of it, which is begun in the same pass.
 
     Raises:
         KernelUnsupported: an unknown activation, gate and up that differ in shape or dtype, or a named backend that can't run.
     """
     activation = _check(gate, up, activation)
-    if wish is None:
-        return select(_problem("gated_forward", gate, activation))(gate, up, activation)
-    return select(_problem("gated_begun", gate, activation))(gate, up, activation, wish)
+    return select(_problem("gated_forward", gate, activation))(gate, up, activation)
 
 
 def gated_backward(
@@ -64,27 +60,27 @@ def gated_backward(
     return select(_problem("gated_backward", gate, activation))(dy, gate, up, activation, wanted)
 
 
-def gated(gate: Tensor, up: Tensor, activation: str, wish: Wish | None = None) -> Tensor:
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """`gated_forward`, differentiable once; saves gate and up."""
     if torch.compiler.is_compiling():
         return reference.gated_forward(gate, up, _check(gate, up, activation))
     if not torch.is_grad_enabled() or not (gate.requires_grad or up.requires_grad):
-        return gated_forward(gate, up, activation, wish)
-    return _Gated.apply(gate, up, activation, wish)
+        return gated_forward(gate, up, activation)
+    return _Gated.apply(gate, up, activation)
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate, up, activation, wish):
+    def forward(ctx, gate, up, activation):
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        return gated_forward(gate, up, activation, wish)
+        return gated_forward(gate, up, activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
-        return *gated_backward(dy, gate, up, ctx.activation, ctx.needs_input_grad[:2]), None, None
+        return *gated_backward(dy, gate, up, ctx.activation, ctx.needs_input_grad[:2]), None
 
 
 def _problem(op: str, gate: Tensor, activation: str) -> Problem:

@@ -21,7 +21,6 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import KernelUnsupported
 from . import reference
-from .begun import Wish
 from .dispatch import Problem, select
 
 KINDS = ("rms", "rms1p", "layernorm")
@@ -66,36 +65,22 @@ def norm_backward(
     return run(dy, x, weight, rstd, mean, kind, residual_grad, wanted)
 
 
-def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, wish: Wish | None = None) -> Tensor:
-    """`norm_forward`'s y, differentiable once; saves x and the statistics.
-
-    Args:
-        wish: what y's reader wants of it, which is begun in the same pass.
-    """
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
+    """`norm_forward`'s y, differentiable once; saves x and the statistics."""
     if torch.compiler.is_compiling():
         return reference.norm_forward(x, weight, bias, eps, kind)[0]
     if not torch.is_grad_enabled() or not _any_requires_grad(x, weight, bias):
-        _check(x, weight, bias, kind)
-        return _run_forward(x, None, weight, bias, eps, kind, wish)[0]
-    return _Norm.apply(x, None, weight, bias, eps, kind, wish)[0]
+        return norm_forward(x, weight, bias, eps, kind)[0]
+    return _Norm.apply(x, None, weight, bias, eps, kind)[0]
 
 
 def add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    kind: str,
-    wish: Wish | None = None,
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str
 ) -> tuple[Tensor, Tensor]:
     """(y, total): the norm of `total = x + residual`, differentiable once.
 
     total is rounded to its dtype before it is normalised. In backward the gradient that comes in through total is added to the
     norm's in the same kernel; x and residual get one tensor between them.
-
-    Args:
-        wish: what y's reader wants of it, which is begun in the same pass.
 
     Raises:
         KernelUnsupported: x and residual differ in shape or dtype; else as `norm_forward`.
@@ -110,26 +95,19 @@ def add_norm(
         return y, total
     _check(x, weight, bias, kind)
     if not torch.is_grad_enabled() or not _any_requires_grad(x, residual, weight, bias):
-        y, _, _, total = _run_forward(x, residual, weight, bias, eps, kind, wish)
+        y, _, _, total = select(_problem("norm_forward", x, weight, kind, bias))(x, weight, bias, eps, kind, residual)
         return y, total
-    return _Norm.apply(x, residual, weight, bias, eps, kind, wish)
-
-
-def _run_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, wish: Wish | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    if wish is None:
-        return select(_problem("norm_forward", x, weight, kind, bias))(x, weight, bias, eps, kind, residual)
-    return select(_problem("norm_begun", x, weight, kind, bias))(x, weight, bias, eps, kind, residual, wish)
+    return _Norm.apply(x, residual, weight, bias, eps, kind)
 
 
 class _Norm(torch.autograd.Function):
     """(y, total) of x and a residual or None; total is no output of its own, but None, without a residual."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, kind, wish):
+    def forward(ctx, x, residual, weight, bias, eps, kind):
         _check(x, weight, bias, kind)
-        y, rstd, mean, total = _run_forward(x, residual, weight, bias, eps, kind, wish)
+        run = select(_problem("norm_forward", x, weight, kind, bias))
+        y, rstd, mean, total = run(x, weight, bias, eps, kind, residual)
         ctx.save_for_backward(total, weight, rstd, mean)
         ctx.kind, ctx.bias_dtype = kind, None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
@@ -146,7 +124,7 @@ class _Norm(torch.autograd.Function):
             dx, dweight, dbias = norm_backward(dy, x, weight, rstd, mean, ctx.kind, dtotal, wanted)
         if dbias is not None:
             dbias = dbias.to(ctx.bias_dtype)
-        return dx if need_x else None, dx if need_residual else None, dweight, dbias, None, None, None
+        return dx if need_x else None, dx if need_residual else None, dweight, dbias, None, None
 
 
 def _any_requires_grad(*tensors: Tensor | None) -> bool:

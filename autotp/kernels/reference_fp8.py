@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .begun import Begun, Wish
-from .dispatch import Problem, select
-from .fp8_scaled import BLOCK, LEAST_AMAX, LIMITS, Bits, Operands, Quantised, Share, Stack, padded
+from .fp8_scaled import BLOCK, LEAST_AMAX, LIMITS, Operands, Quantised, Share, Stack, padded
 
 
 def quantise(
@@ -22,16 +20,11 @@ def quantise(
     cut: int | None,
     share: Share | None,
     bad: Tensor | None,
-    known: Bits = (None, None),
 ) -> Operands:
-    """fp8.quantise, on any device.
-
-    Args:
-        known: the bits of the largest sizes, before they are shared, of all or of rows, and of columns; None to look for them.
-    """
+    """fp8.quantise, on any device."""
     wide = x.float().contiguous()
     if scaling == "tensorwise":
-        amax = _largest(wide, None) if known[0] is None else known[0].view(torch.float32)
+        amax = wide.abs().amax() if wide.numel() else wide.new_zeros(())
         values, scale = _scale(wide, _share(amax, None if cut is None else share), dtype, bad)
         found = Quantised(values, scale, scaling) if rows else None
         return found, Quantised(_pad(values.t(), scaling), scale, scaling) if columns else None
@@ -40,15 +33,14 @@ def quantise(
     if scaling == "blockwise":
         first = _by_block(wide, dtype, bad) if rows else None
         return first, _by_block(_pad(wide.t(), scaling), dtype, bad) if columns else None
-    first = _by_row(wide, dtype, share if cut == 1 else None, bad, known[0]) if rows else None
-    own = share if cut == 0 else None
-    return first, _by_row(_pad(wide.t(), scaling), dtype, own, bad, known[1]) if columns else None
+    first = _by_row(wide, dtype, share if cut == 1 else None, bad) if rows else None
+    return first, _by_row(_pad(wide.t(), scaling), dtype, share if cut == 0 else None, bad) if columns else None
 
 
 def quantise_stacks(like: Tensor, stacks: Sequence[Stack], dtype: torch.dtype, share: Share | None) -> list[Operands]:
     """fp8.quantise_stacks, on any device."""
     wide = [torch.cat([part.float() for part in stack.parts]) for stack in stacks]
-    amax = _share(torch.stack([_largest(each, None) for each in wide]), share)
+    amax = _share(torch.stack([each.abs().amax() for each in wide]), share)
     found: list[Operands] = []
     for stack, each, largest in zip(stacks, wide, amax.unbind(), strict=True):
         values, scale = _scale(each, largest, dtype, stack.bad)
@@ -57,56 +49,14 @@ def quantise_stacks(like: Tensor, stacks: Sequence[Stack], dtype: torch.dtype, s
     return found
 
 
-def _by_row(x: Tensor, dtype: torch.dtype, share: Share | None, bad: Tensor | None, known: Tensor | None = None) -> Quantised:
-    amax = _largest(x, 1) if known is None else known.view(torch.float32)
+def _by_row(x: Tensor, dtype: torch.dtype, share: Share | None, bad: Tensor | None) -> Quantised:
+    amax = x.abs().amax(1) if x.numel() else x.new_zeros(x.shape[0])
     values, scale = _scale(x, _share(amax, share)[:, None], dtype, bad)
     return Quantised(values, scale, "rowwise")
 
 
-def _largest(x: Tensor, dim: int | None) -> Tensor:
-    """The largest size in all of `x` `[R, C]`, or along one dimension."""
-    if dim is None:
-        return x.abs().amax() if x.numel() else x.new_zeros(())
-    return x.abs().amax(dim) if x.numel() else x.new_zeros(x.shape[1 - dim])
-
-
 def _share(amax: Tensor, share: Share | None) -> Tensor:
     return amax if share is None else share(amax.view(torch.int32)).view(torch.float32)
-
-
-def begin(y: Tensor, wish: Wish) -> Begun:
-    """What a kernel that makes `y` `[R, C]` may leave of it, see begun.py; and of blocks both operands."""
-    wide, columns = y.float(), None
-    if wish.scaling == "tensorwise":
-        return Begun(row_bits=_largest(wide, None).view(torch.int32))
-    if wish.scaling == "blockwise":
-        return Begun(*quantise(y, "blockwise", torch.float8_e4m3fn, True, wish.turned, None, None, wish.bad))
-    if wish.turned:
-        columns = _largest(wide, 0).view(torch.int32)
-    if wish.cut_rows:
-        return Begun(row_bits=_largest(wide, 1).view(torch.int32), column_bits=columns)
-    return Begun(_by_row(wide.contiguous(), torch.float8_e4m3fn, None, wish.bad), column_bits=columns)
-
-
-def norm_begun(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, residual: Tensor | None, wish: Wish
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """reference.norm_forward by whatever computes it best, then `begin`."""
-    width, dtype = x.shape[-1], None if weight is None else weight.dtype
-    rows = x.numel() // max(width, 1)
-    run = select(Problem("norm_forward", x.device.type, x.dtype, kind, rows, width, dtype, bias is not None))
-    found = run(x, weight, bias, eps, kind, residual)
-    wish.begun = begin(found[0].reshape(rows, width), wish)
-    return found
-
-
-def gated_begun(gate: Tensor, up: Tensor, activation: str, wish: Wish) -> Tensor:
-    """reference.gated_forward by whatever computes it best, then `begin`."""
-    width = gate.shape[-1]
-    rows = gate.numel() // max(width, 1)
-    y = select(Problem("gated_forward", gate.device.type, gate.dtype, activation, rows, width))(gate, up, activation)
-    wish.begun = begin(y.reshape(rows, width), wish)
-    return y
 
 
 def _by_block(x: Tensor, dtype: torch.dtype, bad: Tensor | None) -> Quantised:

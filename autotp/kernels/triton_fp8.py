@@ -17,10 +17,11 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from .fp8_scaled import BLOCK, LEAST_AMAX, LIMITS, Bits, Operands, Quantised, Share, padded
+from .fp8_scaled import BLOCK, LEAST_AMAX, LIMITS, Operands, Quantised, Share, padded
 from .triton_launch import Remembered, ceil_div, on_own_device
 from .zeros import scales, zeros
 
+Bits = tuple[Tensor | None, Tensor | None]  # of the largest sizes: of all or of rows; of columns
 TILES = {"tensorwise": (128, 64), "rowwise": (128, 64), "blockwise": (BLOCK, BLOCK), "squares": (BLOCK, BLOCK)}
 WARPS = 8
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"  # as the decorators below read it
@@ -70,17 +71,6 @@ def _count(bad, bits):
 
 
 @triton.jit
-def _keep_largest(bits, whole, of_rows, of_cols, rows, cols, M, N):
-    """Note the largest of a tile's `bits`: in all of it, in each row, in each column, each None or zeros before."""
-    if whole is not None:
-        tl.atomic_max(whole, tl.max(tl.max(bits, 1), 0))
-    if of_rows is not None:
-        tl.atomic_max(of_rows + rows, tl.max(bits, 1), mask=rows < M)
-    if of_cols is not None:
-        tl.atomic_max(of_cols + cols, tl.max(bits, 0), mask=cols < N)
-
-
-@triton.jit
 def _store_rows(v, bits, first, values, scale, places, inside, scale_inside, bad, LIMIT: tl.constexpr, ROUND: tl.constexpr):
     """A tile's values `[ROWS, COLS]` by the largest sizes of its rows, and their scales where the tile is the `first`."""
     amax = _limit_to(bits)
@@ -107,11 +97,17 @@ def _store_turned(v, bits, first, turned, scale, places, inside, scale_inside, b
 def _find_amax(
     x, whole, of_rows, of_cols, M, N, row_step, col_step, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """The bits of the largest size in all of `x`, in each row, in each column; each None or zeros."""
+    """The bits of the largest size in all of `x`, in each row, in each column; each None or zeros before."""
     blocks = tl.cdiv(N, COLS)
     rows = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
-    _keep_largest(_size_bits(_load(x, rows, cols, M, N, row_step, col_step)), whole, of_rows, of_cols, rows, cols, M, N)
+    bits = _size_bits(_load(x, rows, cols, M, N, row_step, col_step))
+    if whole is not None:
+        tl.atomic_max(whole, tl.max(tl.max(bits, 1), 0))
+    if of_rows is not None:
+        tl.atomic_max(of_rows + rows, tl.max(bits, 1), mask=rows < M)
+    if of_cols is not None:
+        tl.atomic_max(of_cols + cols, tl.max(bits, 0), mask=cols < N)
 
 
 @Remembered
@@ -204,12 +200,11 @@ def quantise(
     cut: int | None,
     share: Share | None,
     bad: Tensor | None,
-    known: Bits = (None, None),
 ) -> Operands:
-    """reference_fp8.quantise in one kernel for blocks or where the largest sizes are known, two otherwise."""
+    """reference_fp8.quantise in one kernel for blocks, two otherwise."""
     m, n = x.shape
     layout = _lay_out(scaling, dtype, m, n, columns)
-    amax = _find_missing(x, layout, rows, columns, known)
+    amax = _find_largest(x, layout, rows, columns)
     if share is not None and cut is not None:
         amax = _share_amax(amax, scaling, cut, share)
     device, depth = x.device, layout.depth
@@ -246,25 +241,19 @@ def _lay_out(scaling: str, dtype: torch.dtype, m: int, n: int, columns: bool) ->
     return _Layout(scaling, depth, *grids, tile, cast)
 
 
-def _find_missing(x: Tensor, layout: _Layout, rows: bool, columns: bool, known: Bits) -> Bits:
+def _find_largest(x: Tensor, layout: _Layout, rows: bool, columns: bool) -> Bits:
     """The bits that the cast reads: of all of `x`, or of its rows and of its columns; nothing for blocks."""
     m, n = x.shape
     if layout.scaling == "tensorwise":
-        whole = known[0]
-        if whole is None:
-            whole = zeros.take(x.device)
-            _find_amax[layout.grid](x, whole, None, None, m, n, *x.stride(), **layout.tile)
+        whole = zeros.take(x.device)
+        _find_amax[layout.grid](x, whole, None, None, m, n, *x.stride(), **layout.tile)
         return whole, None
     if layout.scaling != "rowwise":
         return None, None
-    of_rows, of_cols = known[0] if rows else None, known[1] if columns else None
-    missing = m if rows and of_rows is None else 0, n if columns and of_cols is None else 0
-    if any(missing):
-        found = torch.zeros(sum(missing), dtype=torch.int32, device=x.device)
-        first = found[: missing[0]] if missing[0] else None
-        second = found[missing[0] :] if missing[1] else None
-        _find_amax[layout.grid](x, None, first, second, m, n, *x.stride(), **layout.tile)
-        of_rows, of_cols = of_rows if first is None else first, of_cols if second is None else second
+    height = m if rows else 0
+    found = torch.zeros(height + (n if columns else 0), dtype=torch.int32, device=x.device)
+    of_rows, of_cols = found[:height] if rows else None, found[height:] if columns else None
+    _find_amax[layout.grid](x, None, of_rows, of_cols, m, n, *x.stride(), **layout.tile)
     return of_rows, of_cols
 
 

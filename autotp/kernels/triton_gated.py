@@ -107,23 +107,16 @@ def _place(M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     return rows.to(tl.int64)[:, None], cols[None, :], (rows < M)[:, None] & (cols < N)[None, :]
 
 
-@triton.jit
-def _gate(gate, up, rows, cols, mask, gate_step, up_step, ACTIVATION: tl.constexpr):
-    """float32 of `activation(gate) * up`."""
-    g = tl.load(gate + rows * gate_step + cols, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up + rows * up_step + cols, mask=mask, other=0.0).to(tl.float32)
-    value, _ = _activate(g, ACTIVATION, gate.dtype.element_ty == tl.float32)
-    return value * u
-
-
 @Remembered
 @triton.jit(do_not_specialize=["M"])
 def _gated_forward(
     gate, up, y, M, N, gate_step, up_step, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     rows, cols, mask = _place(M, N, ROWS, BLOCK)
-    value = _gate(gate, up, rows, cols, mask, gate_step, up_step, ACTIVATION)
-    tl.store(y + rows * N + cols, value.to(y.dtype.element_ty), mask=mask)
+    g = tl.load(gate + rows * gate_step + cols, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + rows * up_step + cols, mask=mask, other=0.0).to(tl.float32)
+    value, _ = _activate(g, ACTIVATION, gate.dtype.element_ty == tl.float32)
+    tl.store(y + rows * N + cols, (value * u).to(y.dtype.element_ty), mask=mask)
 
 
 @Remembered

@@ -8,7 +8,6 @@ kernel adds up the programs. So the result is the same in every run.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -33,21 +32,24 @@ def _load_scale(weight, cols, inside, KIND: tl.constexpr):
     return scale[None, :]
 
 
-@triton.jit
-def _normalise(
-    x, residual, weight, bias, total, rstd, mean, rows, cols, M, N, inner, outer_step, inner_step, residual_step, eps,
-    KIND: tl.constexpr,
+@Remembered
+@triton.jit(do_not_specialize=["M"])
+def _norm_forward(
+    x, residual, weight, bias, y, total, rstd, mean, M, N, inner, outer_step, inner_step, residual_step, eps,
+    KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """float32 `[rows, cols]` of y; total and the statistics are written."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
     inside = cols < N
     mask = (rows < M)[:, None] & inside[None, :]
     wide_rows = rows.to(tl.int64)
+    own = wide_rows[:, None] * N + cols[None, :]
     offset = _locate(rows, inner, outer_step, inner_step)[:, None] + cols[None, :]
     values = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         values += tl.load(residual + wide_rows[:, None] * residual_step + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         rounded = values.to(total.dtype.element_ty)
-        tl.store(total + wide_rows[:, None] * N + cols[None, :], rounded, mask=mask)
+        tl.store(total + own, rounded, mask=mask)
         values = rounded.to(tl.float32)
     if KIND == "layernorm":
         centre = tl.sum(values, 1) / N
@@ -60,22 +62,7 @@ def _normalise(
         values *= _load_scale(weight, cols, inside, KIND)
     if bias is not None:
         values += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return values
-
-
-@Remembered
-@triton.jit(do_not_specialize=["M"])
-def _norm_forward(
-    x, residual, weight, bias, y, total, rstd, mean, M, N, inner, outer_step, inner_step, residual_step, eps,
-    KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, BLOCK)
-    values = _normalise(
-        x, residual, weight, bias, total, rstd, mean, rows, cols, M, N, inner, outer_step, inner_step, residual_step, eps, KIND
-    )
-    mask = (rows < M)[:, None] & (cols < N)[None, :]
-    tl.store(y + rows.to(tl.int64)[:, None] * N + cols[None, :], values.to(y.dtype.element_ty), mask=mask)
+    tl.store(y + own, values.to(y.dtype.element_ty), mask=mask)
 
 
 @Remembered
@@ -147,27 +134,11 @@ def tile_rows(width: int) -> tuple[int, int, int]:
     return rows, block, min(16, max(4, rows * block // 512))
 
 
-class Forward(NamedTuple):
-    """What kernels that normalise are given.
-
-    Attributes:
-        tensors: their first eight arguments; sizes: the seven that say where rows are, from M to eps.
-        count, width: of the rows; tile: as `tile_rows` gives it.
-        results: what norm_forward returns.
-    """
-
-    tensors: tuple[Tensor | None, ...]
-    sizes: tuple[float, ...]
-    count: int
-    width: int
-    tile: tuple[int, int, int]
-    results: tuple[Tensor, Tensor, Tensor | None, Tensor]
-
-
-def prepare_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, residual: Tensor | None
-) -> Forward:
-    """The arguments of reference.norm_forward as a kernel takes them, and memory for what it computes."""
+@on_own_device
+def norm_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """reference.norm_forward in one kernel."""
     source, inner, outer_step, inner_step = address_rows(x, inner_allowed=True)
     width = x.shape[-1]
     count = x.numel() // width
@@ -178,22 +149,13 @@ def prepare_forward(
     if residual is not None:
         residual, _, step, _ = address_rows(residual)
         total = torch.empty_like(y)
-    tensors = source, residual, _flat(weight), _flat(bias), y, total, rstd, mean
-    sizes = count, width, inner, outer_step, inner_step, step, eps
-    return Forward(tensors, sizes, count, width, tile_rows(width), (y, rstd, mean, x if total is None else total))
-
-
-@on_own_device
-def norm_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """reference.norm_forward in one kernel."""
-    given = prepare_forward(x, weight, bias, eps, kind, residual)
-    rows, block, warps = given.tile
-    _norm_forward[(ceil_div(given.count, rows),)](
-        *given.tensors, *given.sizes, KIND=kind, ROWS=rows, BLOCK=block, num_warps=warps
-    )
-    return given.results
+    rows, block, warps = tile_rows(width)
+    _norm_forward[(ceil_div(count, rows),)](
+        source, residual, _flat(weight), _flat(bias), y, total, rstd, mean,
+        count, width, inner, outer_step, inner_step, step, eps,
+        KIND=kind, ROWS=rows, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return y, rstd, mean, x if total is None else total
 
 
 @on_own_device

@@ -29,7 +29,6 @@ from ..comm import TPGroup
 from ..errors import AutoTPError
 from ..kernels import few_rows
 from ..kernels.autocast import autocast_dtype
-from ..kernels.begun import Begun, Wish
 from ..kernels.fp8 import Recipe, multiply, quantise
 from ..kernels.fp8_product import Scaled, multiply_fp8
 from ..kernels.fp8_scaled import LIMITS, Operands, Quantised, Share, why_not_fp8
@@ -37,7 +36,6 @@ from ..kernels.fp8_traced import multiply_traced
 from ..kernels.product import ProductSpec
 from ..row_collectives import pad_rows
 from .fp8_together import Together
-from .handover import Handover
 
 OPERANDS = ("inputs", "weights", "gradients")
 
@@ -83,7 +81,6 @@ class Scaling:
         recipe: scalings and formats; name: of the layer, for messages.
         group: the ranks, and cut: 0 where they have parts of the outputs, 1 of the inputs; None where they have all of it.
         transposed: weights are `[K, N]`.
-        handover: of the model's norms and gates, which may have begun to quantise the input.
         together: of the model, what quantises all weights at once.
     """
 
@@ -94,19 +91,17 @@ class Scaling:
         group: TPGroup | None = None,
         cut: int | None = None,
         transposed: bool = False,
-        handover: Handover | None = None,
         together: Together | None = None,
     ) -> None:
         self.recipe, self.name, self.group, self.cut, self.transposed = recipe, name, group, cut, transposed
-        self.handover = handover or Handover()
         self.together = together or Together()
         self.bad: Tensor | None = None
         self._counts: tuple[Tensor, ...] = ()
         self.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scaling:
-        handover, together = copy.deepcopy(self.handover, memo), copy.deepcopy(self.together, memo)
-        twin = memo[id(self)] = Scaling(self.recipe, self.name, self.group, self.cut, self.transposed, handover, together)
+        together = copy.deepcopy(self.together, memo)
+        twin = memo[id(self)] = Scaling(self.recipe, self.name, self.group, self.cut, self.transposed, together)
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,8 +136,7 @@ class Scaling:
         keeps, share = torch.is_grad_enabled(), self._share()
         read = partial(self._read, weights, whole, keeps, share)
         note = partial(self._note_backward, weights)
-        begun = self._find_begun(x, self._counts[0], keeps and any(w.requires_grad for w in weights), share)
-        scaled = Scaled(self.recipe, read, self.cut, share, self._counts, note, gather_rows, begun, keeps)
+        scaled = Scaled(self.recipe, read, self.cut, share, self._counts, note, gather_rows, keeps)
         return multiply_fp8(spec, scaled, x, weights, biases)
 
     def multiply_scattered(self, spec: ProductSpec, x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -178,9 +172,7 @@ class Scaling:
         dtype = autocast_dtype(x) or x.dtype
         if torch.is_grad_enabled() and x.requires_grad:
             return F.linear(x, (weight.float() * scale).to(dtype), bias)
-        rows, _ = quantise(
-            x.reshape(-1, x.shape[-1]), "rowwise", columns=False, begun=self._find_begun(x, None, False, self._share())
-        )
+        rows, _ = quantise(x.reshape(-1, x.shape[-1]), "rowwise", columns=False)
         assert rows is not None
         y = multiply(rows, Quantised(weight, scale, "rowwise"), dtype, fast=True).view(*x.shape[:-1], -1)
         return y if bias is None else y.add_(bias.to(dtype))
@@ -201,11 +193,6 @@ class Scaling:
         self.together.forget_unread()
         if not all(map(_steps.holds, weights)):  # who changes them now may not be seen
             self.forget()
-
-    def _find_begun(self, x: Tensor, bad: Tensor | None, turned: bool, share: Share | None) -> Begun | None:
-        """What is known of `x` since it was computed."""
-        cut_rows = self.cut == 1 and share is not None and not self.recipe.weights_only
-        return self.handover.take(self, x, Wish(self.recipe.scaling, turned, cut_rows, bad))
 
     def _share(self) -> Share | None:
         group = self.group

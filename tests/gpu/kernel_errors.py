@@ -26,7 +26,6 @@ if "--launch" in sys.argv:
 import torch
 import torch.nn.functional as F
 
-from autotp.kernels.begun import Wish
 from autotp.kernels.fp8 import SCALINGS, quantise
 from autotp.kernels.gated import gated
 from autotp.kernels.norm import KINDS, add_norm, norm, norm_backward, norm_forward
@@ -244,22 +243,17 @@ def launch_all() -> int:
             run(turn, draw(2, 5, heads, width), draw(2, 5, kv_heads, width))
     for _, compute, _, inputs in expert_forms(ODD, DEVICE):
         run(compute, *inputs)
-    return launches + launch_begun() + launch_decoding(DEVICE)
+    return launches + launch_quantise() + launch_decoding(DEVICE)
 
 
-def launch_begun() -> int:
-    """Norms and gates that begin to quantise, and what finishes it."""
+def launch_quantise() -> int:
+    """Operands of 8 bits, both or one."""
     launches = 0
-    for (rows, width), scaling, turned in product(((3, 33), (7, 1000), (300, 129)), SCALINGS, (True, False)):
-        x, residual, weight = (t.half() for t in (draw(rows, width), draw(rows, width), draw(width)))
-        for made in ("norm", "gate"):
-            wish = Wish(scaling, turned, bad=torch.zeros((), dtype=torch.int32, device=DEVICE))
-            if made == "norm":
-                y, _ = add_norm(x, residual, weight, None, EPS, "rms", wish)
-            else:
-                y = gated(x, residual, "silu", wish)
-            quantise(y, scaling, columns=turned, begun=wish.begun, bad=wish.bad)
-            launches += 1
+    scalings, wanted = (*SCALINGS, "squares"), ((True, True), (True, False), (False, True))
+    for (rows, width), scaling, (straight, turned) in product(((3, 33), (7, 1000), (300, 129)), scalings, wanted):
+        bad = torch.zeros((), dtype=torch.int32, device=DEVICE)
+        quantise(draw(rows, width).half(), scaling, rows=straight, columns=turned, bad=bad)
+        launches += 1
     return launches
 
 
