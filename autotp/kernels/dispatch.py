@@ -190,6 +190,10 @@ BACKENDS: dict[str, list[Backend]] = {
     ],
     "gated_forward": [_triton("triton_gated:gated_forward"), Backend("reference", reference.gated_forward)],
     "gated_backward": [_triton("triton_gated:gated_backward"), Backend("reference", reference.gated_backward)],
+    **{
+        op: [_triton(f"triton_softmax:{op}"), Backend("reference", getattr(reference, op))]
+        for op in ("sum_exponentials", "cross_entropy_backward")
+    },
     "rotary_forward": [_triton("triton_rotary:rotary_forward"), Backend("reference", reference.rotary_forward)],
     "rotary_backward": [_triton("triton_rotary:rotary_backward"), Backend("reference", reference.rotary_backward)],
     "route_tokens": [

@@ -214,3 +214,23 @@ def _swap_partners(x: Tensor, interleaved: bool, sign: int) -> Tensor:
         return torch.stack([x[..., 1::2] * sign, x[..., 0::2] * -sign], -1).flatten(-2)
     first, second = x.chunk(2, -1)
     return torch.cat([second * sign, first * -sign], -1)
+
+
+def sum_exponentials(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """softmax.sum_exponentials."""
+    peak = x.amax(-1).to(torch.promote_types(x.dtype, torch.float32))
+    shifted = x - peak.masked_fill(peak == -torch.inf, 0).unsqueeze(-1)
+    total = shifted.sum(-1)
+    return peak, shifted.exp_().sum(-1), total
+
+
+def cross_entropy_backward(
+    x: Tensor, peak: Tensor, log_sum: Tensor, column: Tensor, scale: Tensor, target_share: float, every_share: float
+) -> Tensor:
+    """softmax.cross_entropy_backward."""
+    dx = (x.to(peak.dtype) - peak.unsqueeze(-1)).sub_(log_sum.unsqueeze(-1)).exp_()
+    here = column >= 0
+    dx.scatter_add_(-1, column.clamp(min=0).unsqueeze(-1), (here.to(dx.dtype) * -target_share).unsqueeze(-1))
+    if every_share:
+        dx -= every_share
+    return (dx * scale.unsqueeze(-1)).to(x.dtype)

@@ -42,7 +42,7 @@ def _load_tile(table, like, PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.co
     part = tl.sum((firsts <= tl.program_id(0)).to(tl.int32), 0) - 1
     row = table + part * ENTRIES
     x = tl.load(row + 1).to(like.dtype)
-    step, M, N = tl.multiple_of(tl.load(row + 2), 16), tl.load(row + 3), tl.multiple_of(tl.load(row + 4), 16)
+    step, M, N = tl.load(row + 2), tl.multiple_of(tl.load(row + 3), 16), tl.multiple_of(tl.load(row + 4), 16)
     tile = tl.program_id(0) - tl.load(row)
     blocks = tl.cdiv(N, COLS)
     rows = tile // blocks * ROWS + tl.arange(0, ROWS)
@@ -117,7 +117,7 @@ def _run(
 ) -> None:  # fmt: skip
     assert first is not None
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=like.is_cuda).to(like.device, non_blocking=True)
-    how = dict(PARTS=ceil_power(len(rows)), STEP=STEP, ROWS=HEIGHT, COLS=WIDTH, num_warps=WARPS)
+    how = dict(PARTS=ceil_power(len(rows)), STEP=STEP, ROWS=HEIGHT, COLS=WIDTH, num_warps=WARPS[SCALING])
     _find_amax[(programs,)](table, like, amax, len(rows), **how)
     amax = amax if share is None else share(amax)
     limit = LIMITS[first.values.dtype]

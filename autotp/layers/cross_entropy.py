@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ..comm import TPGroup
 from ..errors import PlanError
+from ..kernels.softmax import cross_entropy_backward, sum_exponentials
 from ..shard import Shard
 from .embedding import vocab_range
 
@@ -24,33 +25,30 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, target: Tensor, start: int, vocab: int, group: TPGroup, ignore_index: int, smoothing: float):
-        peak = logits.amax(-1).to(torch.promote_types(logits.dtype, torch.float32))
-        peak = group.all_reduce_owned(peak, "max")
-        x = logits - peak.unsqueeze(-1)
+        own, sums, totals = sum_exponentials(logits)
+        peak = group.all_reduce_owned(own.clone(), "max")
+        shift = own.masked_fill(own == -torch.inf, 0) - peak  # from this rank's largest logit to that of all
         counted = target != ignore_index
         local, here = _place_targets(target, counted, start, logits.shape[-1], vocab)
-        parts = [x.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0)]
+        found = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) - peak
+        parts = [sums * shift.exp(), found.masked_fill(~here, 0)]
         if smoothing:
-            parts.append(x.sum(-1) / vocab)
-        sums = group.all_reduce_owned(torch.stack([x.exp_().sum(-1), *parts]))
+            parts.append((totals + shift * logits.shape[-1]) / vocab)
+        sums = group.all_reduce_owned(torch.stack(parts))
         log_sum = sums[0].log()
         losses = log_sum - (1 - smoothing) * sums[1]
         if smoothing:
             losses = losses - smoothing * sums[2]
-        ctx.save_for_backward(logits, local, here, counted, peak + log_sum)
-        ctx.vocab, ctx.smoothing = vocab, smoothing
+        ctx.save_for_backward(logits, local.masked_fill(~here, -1), counted, peak, log_sum)
+        ctx.shares = 1 - smoothing, smoothing / vocab
         return losses.masked_fill(~counted, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        logits, local, here, counted, log_sum = ctx.saved_tensors
-        dx = (logits.to(log_sum.dtype) - log_sum.unsqueeze(-1)).exp_()
-        dx.scatter_add_(-1, local.unsqueeze(-1), (here.to(dx.dtype) * (ctx.smoothing - 1)).unsqueeze(-1))
-        if ctx.smoothing:
-            dx -= ctx.smoothing / ctx.vocab
-        dx *= grad.masked_fill(~counted, 0).unsqueeze(-1)
-        return dx.to(logits.dtype), None, None, None, None, None, None
+        logits, column, counted, peak, log_sum = ctx.saved_tensors
+        dx = cross_entropy_backward(logits, peak, log_sum, column, grad.masked_fill(~counted, 0), *ctx.shares)
+        return dx, None, None, None, None, None, None
 
 
 def _place_targets(target: Tensor, counted: Tensor, start: int, width: int, vocab: int) -> tuple[Tensor, Tensor]:

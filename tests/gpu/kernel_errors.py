@@ -26,11 +26,13 @@ if "--launch" in sys.argv:
 import torch
 import torch.nn.functional as F
 
-from autotp.kernels.fp8 import SCALINGS, quantise
+from autotp.kernels.fp8 import SCALINGS, quantise, quantise_stacks
+from autotp.kernels.fp8_scaled import Stack
 from autotp.kernels.gated import gated
 from autotp.kernels.norm import KINDS, add_norm, norm, norm_backward, norm_forward
 from autotp.kernels.reference import ACTIVATIONS
 from autotp.kernels.rotary import rotary
+from autotp.layers.cross_entropy import vocab_parallel_cross_entropy
 from tests.gpu.decoding import compare_decoding, launch_decoding
 from tests.gpu.experts import LARGE, ODD, SMALL, expert_forms
 
@@ -153,6 +155,34 @@ def rotary_cases() -> list[Case]:
     return cases
 
 
+class OneRank:
+    """As much of a TPGroup as the loss asks for."""
+
+    tp_rank, tp_size = 0, 1
+
+    @staticmethod
+    def all_reduce_owned(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return x
+
+
+def cross_entropy(x: torch.Tensor, plain: bool = False, smoothing: float = 0.1) -> torch.Tensor:
+    """Losses of `[M, V]` in x's dtype, of targets that depend on the shape alone; some do not count."""
+    target = torch.arange(len(x), device=x.device) * 7919 % x.shape[1]
+    target[::5] = -100
+    if plain:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.cross_entropy(wide, target, reduction="none", label_smoothing=smoothing).to(x.dtype)
+    how = dict(label_smoothing=smoothing, reduction="none")
+    return vocab_parallel_cross_entropy(x, target, (0, x.shape[1]), OneRank(), **how).to(x.dtype)  # type: ignore[arg-type]
+
+
+def loss_cases() -> list[Case]:
+    shapes = [(64, 50)] if CPU else [(513, 64128), (1000, 4099), (4097, 33)]
+    return [
+        Case(f"loss {shape}", cross_entropy, lambda x: cross_entropy(x, plain=True), (draw(*shape) * 4,), "x") for shape in shapes
+    ]
+
+
 def expert_cases() -> list[Case]:
     return [Case(*form, "x up down weights") for form in expert_forms(SMALL if CPU else LARGE, DEVICE)]
 
@@ -191,7 +221,7 @@ def compare(case: Case, dtype: torch.dtype) -> list[dict[str, Any]]:
     return rows
 
 
-CASES = {"norm": norm_cases, "gated": gated_cases, "rotary": rotary_cases, "experts": expert_cases}
+CASES = {"norm": norm_cases, "gated": gated_cases, "rotary": rotary_cases, "loss": loss_cases, "experts": expert_cases}
 
 
 def compare_all(part: str, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -233,6 +263,8 @@ def launch_all() -> int:
     for rows, width in ((3, 33), (5, 1), (3, 1030), (2, 2048), (301, 17)):
         run(lambda x: gated(*x[..., 1:].chunk(2, -1), "silu"), draw(rows, 1 + 2 * width))
         run(lambda gate, up: gated(gate, up, "gelu"), draw(rows, width), draw(rows, width))
+    for rows, width in ((3, 33), (5, 1), (3, 4099), (2, 8192)):
+        run(lambda x: cross_entropy(x[:, 1:]), draw(rows, 1 + width))
     for heads, kv_heads, width, turned in ((3, 1, 10, 6), (33, 5, 160, 160), (16, 4, 128, 128)):
         angles = draw(1, 5, turned).half()
         for interleaved in (False, True):
@@ -254,7 +286,11 @@ def launch_quantise() -> int:
         bad = torch.zeros((), dtype=torch.int32, device=DEVICE)
         quantise(draw(rows, width).half(), scaling, rows=straight, columns=turned, bad=bad)
         launches += 1
-    return launches
+    parts = [draw(*shape).half() for shape in ((48, 32), (16, 32), (16, 16), (160, 272))]
+    counted = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    stacks = [Stack(tuple(parts[:2]), True, counted[0]), Stack((parts[2],), False, counted[1]), Stack((parts[3],), True, None)]
+    quantise_stacks(stacks)
+    return launches + 1
 
 
 def show(rows: list[dict[str, Any]]) -> None:
