@@ -51,14 +51,14 @@ class Stack(NamedTuple):
     @property
     def height(self) -> int:
         """The sum of all Ni."""
-        return sum(map(len, self.parts))
+        return sum(part.shape[0] for part in self.parts)
 
     @property
     def is_even(self) -> bool:
         """Whether sizes and addresses are multiples of 16, and columns side by side: what kernels for many stacks read."""
         even = not self.width % MULTIPLE and not self.height % MULTIPLE
         return even and all(
-            p.stride(1) == 1 and not p.stride(0) % MULTIPLE and not p.data_ptr() % MULTIPLE and not len(p) % MULTIPLE
+            p.stride(1) == 1 and not p.stride(0) % MULTIPLE and not p.data_ptr() % MULTIPLE and not p.shape[0] % MULTIPLE
             for p in self.parts
         )
 

@@ -102,7 +102,7 @@ def quantise_stacks(like: Tensor, stacks: Sequence[Stack], dtype: torch.dtype, s
         places = values.data_ptr(), 0 if turned is None else turned.data_ptr()
         bad, above = 0 if stack.bad is None else stack.bad.data_ptr(), 0
         for part in stack.parts:
-            m = len(part)
+            m = part.shape[0]
             at = places[0] + above * width, places[1] and places[1] + above  # of elements of one byte
             table.append((programs, part.data_ptr(), part.stride(0), m, width, number, *at, height, 0 if above else bad))
             above, programs = above + m, programs + ceil_div(m, HEIGHT) * ceil_div(width, WIDTH)

@@ -15,7 +15,7 @@ WIDEST, WARPS = 4096, 8  # columns at a time
 
 
 @Remembered
-@triton.jit(do_not_specialize=["V"])
+@triton.jit
 def _sum_exponentials(x, peaks, sums, totals, V, step, COLS: tl.constexpr, PRECISE: tl.constexpr):
     row = tl.program_id(0)
     x += row.to(tl.int64) * step
@@ -35,7 +35,7 @@ def _sum_exponentials(x, peaks, sums, totals, V, step, COLS: tl.constexpr, PRECI
 
 
 @Remembered
-@triton.jit(do_not_specialize=["V"])
+@triton.jit
 def _backward(
     x, peak, log_sum, column, scale, dx, V, step, target_share, every_share, COLS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 240
+LIMIT_S = 400
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
