@@ -76,8 +76,7 @@ class Together:
 
 def fits(weights: Sequence[Tensor], first: Tensor) -> bool:
     """Whether they can be quantised with `first`: of its dtype and device, there, and of even sizes, as on every rank."""
-    width = weights[0].shape[-1]
-    return not width % MULTIPLE and all(
-        w.dtype is first.dtype and w.device == first.device and w.is_contiguous() and not w.shape[0] % MULTIPLE and w.data_ptr() != 0
-        for w in weights
-    )
+    if weights[0].shape[-1] % MULTIPLE:
+        return False
+    alike = all(w.dtype is first.dtype and w.device == first.device and w.is_contiguous() for w in weights)
+    return alike and all(not w.shape[0] % MULTIPLE and w.data_ptr() != 0 for w in weights)
