@@ -55,10 +55,10 @@ def _load_tile(table, like, PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.co
 
 @Remembered
 @triton.jit(do_not_specialize=["count"])
-def _find_amax(table, like, amax, count, PARTS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _find_amax(table, like, amax, count, PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """The bits of the largest size in each stack; `amax` holds zeros."""
     row, v, _, _, _, _, _ = _load_tile(table, like, PARTS, ROWS, COLS, count)
-    tl.atomic_max(amax + tl.load(row + 5) * STEP, tl.max(tl.max(_size_bits(v), 1), 0))
+    tl.atomic_max(amax + tl.load(row + 5), tl.max(tl.max(_size_bits(v), 1), 0))
 
 
 @Remembered
@@ -68,11 +68,11 @@ def _cast(
     ROWS: tl.constexpr, COLS: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     row, v, rows, cols, inside, N, tile = _load_tile(table, like, PARTS, ROWS, COLS, count)
-    stack = tl.load(row + 5) * STEP
+    stack = tl.load(row + 5)
     bits = tl.load(amax + stack)
     largest = _limit_to(bits)
     if tile == 0:
-        tl.store(scales + stack, tl.div_rn(largest, LIMIT))
+        tl.store(scales + stack * STEP, tl.div_rn(largest, LIMIT))
         bad = tl.load(row + 9)
         if bad != 0:
             _count(bad.to(amax.dtype), bits + tl.zeros((1,), tl.int32))
@@ -90,7 +90,7 @@ def _cast(
 def quantise_stacks(like: Tensor, stacks: Sequence[Stack], dtype: torch.dtype, share: Share | None) -> list[Operands]:
     """reference_fp8.quantise_stacks, of parts that `fits` says can be read so."""
     device = like.device
-    amax = torch.zeros(len(stacks), STEP, dtype=torch.int32, device=device)
+    amax = torch.zeros(len(stacks), dtype=torch.int32, device=device)  # what ranks share, whichever backend each takes
     scales = torch.empty(len(stacks), STEP, dtype=torch.float32, device=device)
     found: list[Operands] = []
     table: list[tuple[int, ...]] = []
@@ -117,8 +117,8 @@ def _run(
 ) -> None:  # fmt: skip
     assert first is not None
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=like.is_cuda).to(like.device, non_blocking=True)
-    how = dict(PARTS=ceil_power(len(rows)), STEP=STEP, ROWS=HEIGHT, COLS=WIDTH, num_warps=WARPS[SCALING])
+    how = dict(PARTS=ceil_power(len(rows)), ROWS=HEIGHT, COLS=WIDTH, num_warps=WARPS[SCALING])
     _find_amax[(programs,)](table, like, amax, len(rows), **how)
     amax = amax if share is None else share(amax)
     limit = LIMITS[first.values.dtype]
-    _cast[(programs,)](table, like, amax, scales, first.values, len(rows), LIMIT=limit, ROUND=INTERPRETS, **how)
+    _cast[(programs,)](table, like, amax, scales, first.values, len(rows), STEP=STEP, LIMIT=limit, ROUND=INTERPRETS, **how)

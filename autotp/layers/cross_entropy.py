@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits: Tensor, target: Tensor, start: int, vocab: int, group: TPGroup, ignore_index: int, smoothing: float):
         own, sums, totals = sum_exponentials(logits)
         peak = group.all_reduce_owned(own.clone(), "max")
-        shift = own.masked_fill(own == -torch.inf, 0) - peak  # from this rank's largest logit to that of all
+        shift = own - peak  # from this rank's largest logit to that of all
         counted = target != ignore_index
         local, here = _place_targets(target, counted, start, logits.shape[-1], vocab)
         found = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1) - peak
@@ -89,13 +90,17 @@ def vocab_parallel_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{reduction} is not a reduction: use 'mean', 'sum' or 'none'")
     if isinstance(shard_or_offsets, Shard):
-        vocab, (start, stop) = shard_or_offsets.shape[0], vocab_range(shard_or_offsets, group.tp_rank, "the loss")
+        vocab, ranges = shard_or_offsets.shape[0], [vocab_range(shard_or_offsets, r, "the loss") for r in range(group.tp_size)]
     else:
-        vocab, start, stop = shard_or_offsets[-1], *shard_or_offsets[group.tp_rank : group.tp_rank + 2]
-    if logits_local.shape[-1] != stop - start or stop == start:
+        vocab, ranges = shard_or_offsets[-1], list(pairwise(shard_or_offsets))
+    start, stop = ranges[group.tp_rank]
+    for rank, (first, end) in enumerate(ranges):  # on every rank: the others would wait for it
+        if first == end:
+            raise PlanError(f"TP rank {rank} would hold none of the {vocab} columns of the vocabulary. Use fewer ranks.")
+    if logits_local.shape[-1] != stop - start:
         raise PlanError(
             f"TP rank {group.tp_rank} was given logits of {logits_local.shape[-1]} columns, but holds columns {start} to {stop} "
-            f"of a vocabulary of {vocab}. Pass this rank's columns, at least one."
+            f"of a vocabulary of {vocab}. Pass this rank's columns."
         )
     if logits_local.shape[:-1] != target.shape:
         raise ValueError(f"logits of shape {tuple(logits_local.shape)} do not fit targets of shape {tuple(target.shape)}")

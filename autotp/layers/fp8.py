@@ -1,21 +1,21 @@
 """FP8 products of a layer, or of siblings as one: whose scales agree over the ranks, and weights quantised once a step.
 
 What is quantised of a weight is kept until the weight changes. A version counter does not say so of every change (`.data` has
-none of its own), so it is kept no longer than this:
+one of its own), so it is kept no longer than this:
 
 | what happens | what is kept |
 |---|---|
 | an edit that counts, other data, a step of any `torch.optim.Optimizer` | nothing |
-| a backward, where no optimizer that has stepped holds the weight itself (masters, FSDP, `w.data -= lr * w.grad`) | nothing |
+| a backward, or one more forward, where no optimizer that has stepped holds the weight itself | nothing |
 | a forward without gradient, a forward that a CUDA graph captures | is neither read nor written |
 
+Of the second kind are weights with masters elsewhere, FSDP's, frozen ones, and those of `w.data -= lr * w.grad`.
 The first that finds its weight changed has all others' quantised with it, see fp8_together.py.
 """
 
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..comm import TPGroup
 from ..errors import AutoTPError
@@ -35,43 +34,10 @@ from ..kernels.fp8_scaled import LIMITS, Operands, Quantised, Share, why_not_fp8
 from ..kernels.fp8_traced import multiply_traced
 from ..kernels.product import ProductSpec
 from ..row_collectives import pad_rows
+from .fp8_kept import Kept, steps
 from .fp8_together import Together
 
 OPERANDS = ("inputs", "weights", "gradients")
-
-
-class Steps:
-    """What optimizers have done: how many steps, and which Parameters those hold that have stepped.
-
-    Attributes:
-        count: steps of all optimizers of this process.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._held: dict[int, weakref.ref] = {}
-        self._known: weakref.WeakSet = weakref.WeakSet()
-        self._hook: Any = None
-
-    def watch(self) -> None:
-        """Begin to count."""
-        if self._hook is None:
-            self._hook = register_optimizer_step_post_hook(self._note)
-
-    def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.count += 1
-        if optimizer not in self._known:
-            self._known.add(optimizer)
-            for group in optimizer.param_groups:
-                self._held.update((id(p), weakref.ref(p)) for p in group["params"])
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether an optimizer that has stepped holds this very tensor."""
-        held = self._held.get(id(parameter))
-        return held is not None and held() is parameter
-
-
-_steps = Steps()  # the hook is one for all optimizers, so is what it counts
 
 
 class Scaling:
@@ -97,7 +63,7 @@ class Scaling:
         self.together = together or Together()
         self.bad: Tensor | None = None
         self._counts: tuple[Tensor, ...] = ()
-        self.forget()
+        self.kept = Kept((recipe, group))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scaling:
         together = copy.deepcopy(self.together, memo)
@@ -105,7 +71,7 @@ class Scaling:
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "bad": None, "_counts": (), "_key": (), "_kept": (None, None)}
+        return {**self.__dict__, "bad": None, "_counts": (), "kept": Kept((self.recipe, self.group))}
 
     def multiply(
         self,
@@ -191,60 +157,37 @@ class Scaling:
 
     def _note_backward(self, weights: Sequence[Tensor]) -> None:
         self.together.forget_unread()
-        if not all(map(_steps.holds, weights)):  # who changes them now may not be seen
-            self.forget()
+        if not all(map(steps.holds, weights)):  # who changes them now may not be seen
+            self.kept.forget()
 
     def _share(self) -> Share | None:
         group = self.group
         return None if group is None or group.tp_size == 1 or not self.recipe.agree else partial(group.all_reduce, op="max")
 
-    def forget(self) -> None:
-        """Let go of the weights' operands."""
-        self._key: tuple[Any, ...] = ()
-        self._kept: Operands = (None, None)
-
-    def keep(self, weights: Sequence[Tensor], operands: Operands) -> None:
-        """Hold the operands of all weights for as long as those stay what they are."""
-        self._key, self._kept = _describe(weights), operands
-
-    def is_stale(self, weights: Sequence[Tensor], turned: bool) -> bool:
-        """Whether what is held is not of these weights, or not `turned` where that is asked for."""
-        return self._key != _describe(weights) or (turned and self._kept[1] is None)
-
-    def goes_with(self, other: Scaling) -> bool:
-        """Whether its weights can be quantised with `other`'s: rows of `[N, K]`, one scale for each stack, of the same ranks."""
-        alike = self.recipe == other.recipe and self.group is other.group and self.recipe.scaling == "tensorwise"
-        return alike and not self.transposed and self.bad is not None and other.bad is not None
-
-    def count_weights(self, device: torch.device) -> Tensor | None:
-        """Where weights that are not finite are counted, on `device`."""
-        return self._counts[1] if self._counts and self._counts[1].device == device else None
-
     def _read(self, weights: Sequence[Tensor], whole: Tensor | None, keeps: bool, share: Share | None, turned: bool) -> Operands:
         """The operands of all weights, `|w.T|` where `turned`."""
-        _steps.watch()
+        steps.watch()
         if not keeps or _is_captured(weights[0]):
             return self._quantise(weights, whole, share, turned)
-        forward = torch._C._current_graph_task_id() == -1  # and not one that a backward computes again
-        if forward:
-            self.together.note(self, weights, turned)
-        if self.is_stale(weights, turned) and not (forward and self.together.quantise(self, weights, turned, share)):
-            self.forget()
-            self.keep(weights, self._quantise(weights, whole, share, turned))
-        return self._kept
+        kept, forward = self.kept, torch._C._current_graph_task_id() == -1  # and not one that a backward computes again
+        if forward and self.recipe.scaling == "tensorwise" and not self.transposed:
+            self.together.note(kept, weights, turned, self._counts[1])
+        stale = kept.is_stale(weights, turned)
+        if stale and forward:
+            stale = not self.together.quantise(kept, share)
+        if stale or (forward and kept.used and not all(map(steps.holds, weights))):
+            kept.forget()
+            kept.hold(weights, self._quantise(weights, whole, share, turned))
+        kept.used |= forward
+        return kept.operands
 
     def _quantise(self, weights: Sequence[Tensor], whole: Tensor | None, share: Share | None, turned: bool) -> Operands:
         """`_read` afresh, outside of autograd as all that a Function's forward calls."""
         if whole is None:
             whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         whole = whole.t() if self.transposed else whole
-        bad = self.count_weights(whole.device)
-        return quantise(whole, self.recipe.weight_scaling, columns=turned, cut=self.cut, share=share, bad=bad)
-
-
-def _describe(weights: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What differs once weights may have changed."""
-    return (_steps.count, *((w.data_ptr(), w._version, w.shape, w.dtype) for w in weights))
+        how: Any = dict(columns=turned, cut=self.cut, share=share, bad=self._counts[1])
+        return quantise(whole, self.recipe.weight_scaling, **how)
 
 
 def _is_captured(weight: Tensor) -> bool:

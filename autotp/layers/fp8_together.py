@@ -2,76 +2,81 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels.fp8 import quantise_stacks
 from ..kernels.fp8_scaled import MULTIPLE, Share, Stack
-
-if TYPE_CHECKING:
-    from .fp8 import Scaling
+from .fp8_kept import Kept
 
 LEAST = 3  # stacks, below which they are not worth a table
 
 
 class Together:
-    """The Scalings of one model, in the order in which forward comes to them.
+    """What the Scalings of one model keep, in the order in which forward comes to them.
 
     The first that finds its weights changed has those of all others quantised with its own, as far as they changed too; each
-    looks again, when forward comes to it, whether its weights are what they were. Of tensorwise scalings alone. What forward did
-    not come to since the last time is left out from then on, and is let go of by the next backward.
+    looks again, when forward comes to it, whether its weights are what they were. Of tensorwise scalings and Parameters alone.
+    What forward did not come to since the last time is left out from then on, and is let go of by the next backward. Weights
+    that the model has no more stay until then: how long else they live differs between ranks, which quantise the same ones.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Scaling], tuple[weakref.ref[Tensor], ...], bool]] = {}
-        self._unread: dict[int, weakref.ref[Scaling]] = {}
+        self._known: dict[Kept, None] = {}
+        self._unread: set[Kept] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Together, ()
 
-    def note(self, scaling: Scaling, weights: Sequence[Tensor], turned: bool) -> None:
-        """`scaling`'s weights are read in a forward, `turned` as well where that is True."""
-        self._unread.pop(id(scaling), None)
-        self._known[id(scaling)] = weakref.ref(scaling), tuple(map(weakref.ref, weights)), turned
+    def note(self, kept: Kept, weights: Sequence[Tensor], turned: bool, bad: Tensor) -> None:
+        """Weights are read in a forward, `turned` as well where that is True."""
+        self._unread.discard(kept)
+        if all(isinstance(weight, nn.Parameter) for weight in weights):
+            self._known[kept] = None
+            kept.weights, kept.turned, kept.bad = tuple(weights), turned, bad
+        else:  # computed anew in each forward
+            self._known.pop(kept, None)
+            kept.weights = ()
 
     def forget_unread(self) -> None:
-        """Let go of operands that no forward has used."""
-        for reference in self._unread.values():
-            scaling = reference()
-            if scaling is not None:
-                scaling.forget()
+        """Let go of what no forward has used."""
+        for kept in self._unread:
+            kept.forget()
+        self._leave_out_unread()
         self._unread.clear()
 
-    def quantise(self, asking: Scaling, weights: Sequence[Tensor], turned: bool, share: Share | None) -> bool:
+    def _leave_out_unread(self) -> None:
+        for kept in self._unread:
+            self._known.pop(kept, None)
+            kept.weights = ()
+
+    def quantise(self, asking: Kept, share: Share | None) -> bool:
         """Have `asking` and the others hold what their weights are now; False where that would not pay or can't be."""
-        first = weights[0]
-        if not asking.goes_with(asking) or not fits(weights, first):
+        if asking not in self._known or not fits(asking.weights, asking.weights[0]):
             return False
-        chosen: dict[int, tuple[Scaling, Sequence[Tensor], bool]] = {}
-        for number, (reference, parts, columns) in list(self._known.items()):
-            scaling, alive = reference(), [part() for part in parts]
-            found = [part for part in alive if part is not None]
-            if scaling is None or len(found) < len(alive) or number in self._unread:
-                del self._known[number]
-            elif scaling is asking:
-                chosen[number] = asking, weights, turned
-            elif scaling.goes_with(asking) and scaling.is_stale(found, columns) and fits(found, first):
-                chosen[number] = scaling, found, columns
+        self._leave_out_unread()
+        first = asking.weights[0]
+        chosen = [kept for kept in self._known if kept is asking or (_is_due(kept, asking) and fits(kept.weights, first))]
         if len(chosen) < LEAST:
             return False
-        for scaling, _, _ in chosen.values():
-            scaling.forget()
-        stacks = [
-            Stack(tuple(parts), columns, scaling.count_weights(first.device)) for scaling, parts, columns in chosen.values()
-        ]
-        for (scaling, parts, _), operands in zip(chosen.values(), quantise_stacks(stacks, share), strict=True):
-            scaling.keep(parts, operands)
-            if scaling is not asking:
-                self._unread[id(scaling)] = weakref.ref(scaling)
+        for kept in chosen:
+            kept.forget()
+        stacks = [Stack(tuple(kept.weights), kept.turned, _find_count(kept, first)) for kept in chosen]
+        for kept, operands in zip(chosen, quantise_stacks(stacks, share), strict=True):
+            kept.hold(kept.weights, operands)
+            if kept is not asking:
+                self._unread.add(kept)
         return True
+
+
+def _is_due(kept: Kept, asking: Kept) -> bool:
+    return kept.kind == asking.kind and kept.is_stale(kept.weights, kept.turned)
+
+
+def _find_count(kept: Kept, weight: Tensor) -> Tensor | None:
+    return kept.bad if kept.bad is not None and kept.bad.device == weight.device else None
 
 
 def fits(weights: Sequence[Tensor], first: Tensor) -> bool:

@@ -223,7 +223,7 @@ def test_many_weights_at_once_are_what_each_is_alone(backend, dtype, shared, mon
         return bits.clamp(min=0x3FC00000)  # 1.5
 
     found = quantise_stacks(stacks, share if shared else None)
-    assert len(asked) == shared
+    assert asked == [len(stacks)] * shared  # the same of all backends: ranks may differ in how their weights lie
     for stack, (rows, turned) in zip(stacks, found, strict=True):
         how = dict(cut=0, share=share) if shared else {}
         want, want_turned = quantise(torch.cat(stack.parts), "tensorwise", columns=stack.columns, **how)

@@ -68,6 +68,12 @@ def compare_extremes(pg):
         assert loss.dtype == wanted.dtype
         torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(grad, wanted_grad, rtol=1e-5, atol=1e-6)
+    for masked, shift, dtype in ((range(5), -200, torch.float32), (range(5, 9), -1e4, torch.bfloat16)):  # all of one rank's
+        mask = torch.tensor([column in masked for column in range(9)])
+        logits = (torch.randn(4, 9) + shift).masked_fill(mask, -torch.inf).to(dtype)
+        loss, grad, wanted, wanted_grad = both_ways(group, logits, torch.full((4,), int((~mask).nonzero()[0])))
+        torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(grad, wanted_grad, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-6)
     loss, grad, wanted, wanted_grad = both_ways(group, cases["large"].bfloat16(), target)
     assert loss.dtype == torch.float32 and grad.dtype == torch.bfloat16
     torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
@@ -99,6 +105,19 @@ def refuse_wrong_input(pg):
 
 def test_wrong_input_is_refused(ranks):
     ranks.run(refuse_wrong_input)
+
+
+def refuse_too_few_columns(pg):
+    """More ranks than columns: those that hold one do not wait for those that hold none."""
+    group = resolve_group(pg)
+    shard, width = Shard.even((2, 4), 0, 3), (1, 1, 0)[group.tp_rank]
+    for given in (shard, [0, 1, 2, 2]):
+        with pytest.raises(PlanError, match="TP rank 2"):
+            vocab_parallel_cross_entropy(torch.randn(4, width), torch.zeros(4, dtype=torch.int64), given, group)
+
+
+def test_a_vocabulary_smaller_than_the_ranks_is_refused_on_all(ranks):
+    ranks.run(refuse_too_few_columns, size=3, timeout_s=60)
 
 
 def count_all_reduces(pg):

@@ -1,0 +1,84 @@
+"""What is kept of FP8 weights between products, and what optimizers have done since."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..kernels.fp8_scaled import Operands
+
+
+class Steps:
+    """What optimizers have done: how many steps, and which Parameters those hold that have stepped.
+
+    Attributes:
+        count: steps of all optimizers of this process.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._held: dict[int, weakref.ref] = {}
+        self._known: weakref.WeakSet = weakref.WeakSet()
+        self._hook: Any = None
+
+    def watch(self) -> None:
+        """Begin to count."""
+        if self._hook is None:
+            self._hook = register_optimizer_step_post_hook(self._note)
+
+    def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.count += 1
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            for group in optimizer.param_groups:
+                self._held.update((id(p), weakref.ref(p)) for p in group["params"])
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether an optimizer that has stepped holds this very tensor."""
+        held = self._held.get(id(parameter))
+        return held is not None and held() is parameter
+
+
+steps = Steps()  # the hook is one for all optimizers, so is what it counts
+
+
+class Kept:
+    """Operands of a Scaling's weights, and what those were when they were quantised.
+
+    Args:
+        kind: what is alike for weights that can be quantised at once: how, and of which ranks.
+
+    Attributes:
+        operands: of all weights, one below the other. used: whether a forward has read them.
+        weights, turned, bad: what the last forward read, and where it counts what is not finite; weights live as long as this.
+    """
+
+    def __init__(self, kind: tuple[Any, ...]) -> None:
+        self.kind = kind
+        self.weights: Sequence[Tensor] = ()
+        self.turned = False
+        self.bad: Tensor | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the operands."""
+        self._key: tuple[Any, ...] = ()
+        self.operands: Operands = (None, None)
+        self.used = False
+
+    def hold(self, weights: Sequence[Tensor], operands: Operands) -> None:
+        """Keep the operands of all weights for as long as those stay what they are."""
+        self._key, self.operands, self.used = _describe(weights), operands, False
+
+    def is_stale(self, weights: Sequence[Tensor], turned: bool) -> bool:
+        """Whether what is kept is not of these weights, or not `turned` where that is asked for."""
+        return self._key != _describe(weights) or (turned and self.operands[1] is None)
+
+
+def _describe(weights: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What differs once weights may have changed."""
+    return (steps.count, *((w.data_ptr(), w._version, w.shape, w.dtype) for w in weights))
