@@ -24,6 +24,7 @@ from torch import Tensor
 from ..errors import PlanError
 from .dispatch import Problem, select
 from .fp8_scaled import BLOCK, FORMATS, MULTIPLE, Operands, Quantised, Share, Stack
+from .reference_fp8 import turn_values
 
 SCALINGS = ("tensorwise", "rowwise", "blockwise")
 
@@ -121,9 +122,7 @@ def quantise_stacks(stacks: Sequence[Stack], share: Share | None = None) -> list
 
 def turn(operand: Quantised) -> Quantised:
     """`[R, C]` with one scale for all of it, to be summed over its rows: `[C, R]`, R padded with zeros to a multiple."""
-    values, scale, scaling = operand
-    problem = Problem("turn_values", values.device.type, torch.float32, scaling, values.shape[0], values.shape[1])
-    return Quantised(select(problem)(values, scaling), scale, scaling)
+    return operand._replace(values=turn_values(operand.values, operand.scaling))
 
 
 def multiply(a: Quantised, b: Quantised, dtype: torch.dtype, fast: bool = False) -> Tensor:

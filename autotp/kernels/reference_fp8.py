@@ -77,7 +77,7 @@ def _squares(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, bad: Tens
 
 
 def turn_values(values: Tensor, scaling: str) -> Tensor:
-    """fp8.turn's values, on any device."""
+    """Values turned, and padded with zeros: by PyTorch, see dispatch.py for what Triton makes of some."""
     return _pad(values.t(), scaling)
 
 

@@ -18,6 +18,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from .fp8_scaled import BLOCK, LEAST_AMAX, LIMITS, Operands, Quantised, Share, padded
+from .reference_fp8 import turn_values
 from .triton_launch import Remembered, ceil_div, on_own_device
 from .zeros import scales, zeros
 
@@ -167,29 +168,6 @@ def _cast(
             _store_turned(v, bits, first, turned, place, turned_places, turned_inside, cols < N, bad, LIMIT, ROUND)
 
 
-@Remembered
-@triton.jit(do_not_specialize=["M"])
-def _turn(values, turned, M, N, P, ROWS: tl.constexpr, COLS: tl.constexpr):
-    blocks = tl.cdiv(N, COLS)
-    rows = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
-    cols = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
-    mask = (rows < M)[:, None] & (cols < N)[None, :]
-    v = tl.load(values + rows.to(tl.int64)[:, None] * N + cols[None, :], mask=mask, other=0)
-    inside = (cols < N)[:, None] & (rows < P)[None, :]
-    tl.store(turned + cols.to(tl.int64)[:, None] * P + rows[None, :], tl.trans(v), mask=inside)
-
-
-@on_own_device
-def turn_values(values: Tensor, scaling: str) -> Tensor:
-    """reference_fp8.turn_values in one kernel."""
-    m, n = values.shape
-    p = padded(m, scaling)
-    turned = torch.empty(n, p, dtype=torch.uint8, device=values.device)
-    grid = (ceil_div(p, BLOCK) * ceil_div(n, BLOCK),)
-    _turn[grid](values.view(torch.uint8), turned, m, n, p, ROWS=BLOCK, COLS=BLOCK, num_warps=8)
-    return turned.view(values.dtype)
-
-
 @on_own_device
 def quantise(
     x: Tensor,
@@ -201,8 +179,12 @@ def quantise(
     share: Share | None,
     bad: Tensor | None,
 ) -> Operands:
-    """reference_fp8.quantise in one kernel for blocks, two otherwise."""
+    """reference_fp8.quantise in one kernel for blocks, two otherwise; one more for the turned operand of float32."""
     m, n = x.shape
+    if columns and x.dtype is torch.float32 and x.is_cuda and scaling == "tensorwise":
+        found, _ = quantise(x, scaling, dtype, True, False, cut, share, bad)
+        assert found is not None
+        return found if rows else None, found._replace(values=turn_values(found.values, scaling))
     layout = _lay_out(scaling, dtype, m, n, columns)
     amax = _find_largest(x, layout, rows, columns)
     if share is not None and cut is not None:

@@ -66,11 +66,12 @@ def test_scales_of_zeros_tiny_and_huge_values(scaling):
 
 
 @pytest.mark.parametrize("shape", [(48, 272), (33, 17), (130, 1)])
-def test_values_are_turned_as_they_are(use, shape):
-    for backend in ("reference", "triton"):
-        use(f"quantise=reference,turn_values={backend}")
-        rows, columns = quantise(draw(*shape).to(DEVICE), "tensorwise", E5M2)
-        assert torch.equal(turn(rows).values.view(torch.uint8), columns.values.view(torch.uint8))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_values_are_turned_as_they_are(use, backend, dtype, shape):
+    use(f"quantise={backend}")
+    rows, columns = quantise(draw(*shape).to(DEVICE, dtype), "tensorwise", E5M2)
+    assert torch.equal(turn(rows).values.view(torch.uint8), columns.values.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(True, True), (True, False), (False, True)])
