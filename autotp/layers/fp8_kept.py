@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..kernels.fp8_scaled import Operands
@@ -67,12 +68,14 @@ class Kept:
     def forget(self) -> None:
         """Let go of the operands."""
         self._key: tuple[Any, ...] = ()
+        self._memory: Sequence[StorageWeakRef] = ()
         self.operands: Operands = (None, None)
         self.used = False
 
     def hold(self, weights: Sequence[Tensor], operands: Operands) -> None:
         """Keep the operands of all weights for as long as those stay what they are."""
         self._key, self.operands, self.used = _describe(weights), operands, False
+        self._memory = [StorageWeakRef(weight.untyped_storage()) for weight in weights]  # no other storage takes its number
 
     def is_stale(self, weights: Sequence[Tensor], turned: bool) -> bool:
         """Whether what is kept is not of these weights, or not `turned` where that is asked for."""
@@ -80,5 +83,5 @@ class Kept:
 
 
 def _describe(weights: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What differs once weights may have changed."""
-    return (steps.count, *((w.data_ptr(), w._version, w.shape, w.dtype) for w in weights))
+    """What differs once weights may have changed, on all ranks alike: addresses would not, which may be taken again."""
+    return (steps.count, *((w.untyped_storage()._cdata, w.storage_offset(), w._version, w.shape, w.dtype) for w in weights))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import autotp
@@ -17,6 +18,7 @@ from autotp.layers import fp8_together
 from autotp.layers.fp8 import ScaledLinear, Scaling
 from autotp.layers.fp8_together import Together
 from tests.models import batch, tiny
+from tests.ranks import grid
 
 WIDTH, COUNT = 128, 5
 ROWS = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -142,6 +144,34 @@ def test_weights_that_a_parametrization_makes_are_read_in_each_forward():
         check_fresh(linears)
 
 
+def test_other_memory_is_seen_and_memory_that_comes_back_elsewhere_is_not():
+    """As FSDP frees and fills it: addresses differ between ranks, and so must not say whether they reduce."""
+    linears = make_linears()
+    train(linears, 1)
+    check_fresh(linears)
+    counted, weight = [], linears[0].weight
+    for linear in linears:
+        quantise = linear.scaling._quantise
+        linear.scaling._quantise = lambda *args, quantise=quantise: counted.append(1) or quantise(*args)
+    memory = weight.detach().clone().numpy()
+    for _ in range(2):
+        weight.data = torch.from_numpy(memory)  # at one address
+        check_fresh(linears)
+        memory *= 2
+    assert len(counted) == 2
+    weight.data = torch.from_numpy(memory).clone()
+    linears(ROWS).sum().backward()
+    del counted[:]
+    storage, values, address, others = weight.untyped_storage(), weight.detach().clone(), weight.data_ptr(), []
+    while weight.data_ptr() in (0, address):
+        storage.resize_(0)
+        others.append(torch.empty_like(values))
+        storage.resize_(values.nbytes)
+    weight.data.copy_(values)
+    check_fresh(linears)
+    assert not counted
+
+
 class Factor(nn.Module):
     factor = 1.0
 
@@ -235,6 +265,43 @@ def test_ranks_agree_on_all_scales_in_one_collective(ranks):
     for _, (first, *later) in ranks.run(share_of_ranks):
         assert later[0] == later[1] and later[0][1] >= 8  # qkv, o, gate with up, down; two layers
         assert later[0][0] <= first[0] - 7 and first[1] == 1
+
+
+def fully_sharded(group, keeps):
+    """`train_fully_sharded`, also with operands that are made anew wherever they are read."""
+    mesh, read = grid(2), Scaling._read
+    with pytest.MonkeyPatch.context() as patch:
+        if not keeps:
+            patch.setattr(Scaling, "_read", lambda self, *args: read(self, *args[:2], False, *args[3:]))
+        return train_fully_sharded(mesh)
+
+
+def train_fully_sharded(mesh):
+    """Losses of forwards with and without backward, of checkpointed layers that FSDP2 shards beside TP."""
+    model = tiny("llama").train()
+    inputs = batch(model)
+    autotp.parallelize(model, mesh["tp"].get_group(), plan="auto", precision=Recipe(least=16))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in (*model.model.layers, model):
+        fully_shard(layer, mesh=mesh["dp"])
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.01), []
+    for _ in range(2):
+        for _ in range(3):
+            found.append(model(**inputs).loss.item())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.05)
+        loss = model(**inputs).loss
+        loss.backward()
+        found.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_fully_sharded_weights_come_and_go(ranks):
+    kept, fresh = (ranks.run(fully_sharded, keeps, size=4, timeout_s=60) for keeps in (True, False))
+    assert kept == fresh == [fresh[0]] * 4
 
 
 def lose_a_layer(group):
