@@ -233,7 +233,7 @@ def test_verify_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys):
 # -- the script ----------------------------------------------------------------------
 
 
-def test_script_trains_over_ranks(checkpoint, tmp_path):
+def test_script_trains_as_torchrun_launches_it(checkpoint, tmp_path):
     """scripts/train.py, the page people copy, with the options that its docstring names."""
     args = ["--model", checkpoint, "--data", checkpoint / "text.txt", "--out", tmp_path, "--steps", 4]
     said = "".join(run_job(ROOT / "scripts" / "train.py", *args, "--seq-length", 16, "--grad-accum", 2, cwd=tmp_path))
