@@ -25,9 +25,10 @@ torch.set_num_threads(1)
 
 # Workers take whole files: those that take longest begin first, so that none is left to one worker at the end.
 LONGEST = """
-    test_smollm2 test_cli_train inject/test_compile test_docs inject/test_sample test_examples inject/test_families
-    train/test_trainer layers/test_adapters inject/test_architectures inject/test_dropout layers/test_norm_linear
-    test_cli test_cli_errors train/test_resume
+    test_smollm2 layers/test_quantised test_cli_train inject/test_sample inject/test_families layers/test_adapters
+    inject/test_architectures inject/test_tokens kernels/test_peers layers/test_data_parallel inject/test_rewrite layers/test_fp8
+    test_many_ranks test_docs inject/test_prove inject/test_shaperule test_examples train/test_trainer train/test_train
+    train/test_trainer_sizes inject/test_compile train/test_launch train/test_two_axes
 """
 
 
