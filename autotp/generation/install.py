@@ -126,6 +126,8 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
     longest = max(request.limit - 1, input_ids.shape[1], request.config.max_cache_len or 0)
     rows, length = engine.bucket(input_ids.shape[0], longest)
     text = model.config.get_text_config(decoder=True)
+    if getattr(text, "output_router_logits", False):  # nothing returns them, and their loss fails on a static cache's mask
+        inputs["output_router_logits"] = False
     cache = engine.take_cache(text, rows, length)
     head = Head(model)
     positions = inputs.get("position_ids")
@@ -136,7 +138,7 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
         None if positions is None else tuple(positions.shape[:-2]),
         "attention_mask" in inputs,
         inputs.get("token_type_ids") is not None,
-        tuple((name, inputs[name]) for name in CONSTANTS if inputs.get(name) is not None),
+        tuple((name, inputs[name]) for name in (*CONSTANTS, "output_router_logits") if inputs.get(name) is not None),
     )
     step = engine.take_step(form, lambda: Step(form, cache, cache_name, engine.group, head))
     loop = Loop(engine, model, step, request, input_ids)
