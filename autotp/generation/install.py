@@ -25,7 +25,7 @@ from .choose import Head
 from .engine import Engine, describe, find_engine
 from .loop import Loop, Request, refuse_failures
 from .prompt import PromptStep, fit_graph, read_prompt, take_inputs
-from .serve import CONSTANTS, find_cache_name, why_not
+from .serve import CONSTANTS, UNREAD, find_cache_name, why_not
 from .step import Form, Step
 
 _installed = False
@@ -122,10 +122,12 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
     check_alike(engine, request.describe(input_ids, mask))
     request.config.disable_compile = True
     engine.refresh(model)
-    inputs = take_inputs(input_ids, {name: value for name, value in model_kwargs.items() if name != cache_name})
+    inputs = take_inputs(input_ids, {name: value for name, value in model_kwargs.items() if name not in (cache_name, *UNREAD)})
     longest = max(request.limit - 1, input_ids.shape[1], request.config.max_cache_len or 0)
     rows, length = engine.bucket(input_ids.shape[0], longest)
     text = model.config.get_text_config(decoder=True)
+    if getattr(text, "output_router_logits", False):  # nothing returns them, and their loss fails on a static cache's mask
+        inputs["output_router_logits"] = False
     cache = engine.take_cache(text, rows, length)
     head = Head(model)
     positions = inputs.get("position_ids")
@@ -136,7 +138,7 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
         None if positions is None else tuple(positions.shape[:-2]),
         "attention_mask" in inputs,
         inputs.get("token_type_ids") is not None,
-        tuple((name, inputs[name]) for name in CONSTANTS if inputs.get(name) is not None),
+        tuple((name, inputs[name]) for name in (*CONSTANTS, "output_router_logits") if inputs.get(name) is not None),
     )
     step = engine.take_step(form, lambda: Step(form, cache, cache_name, engine.group, head))
     loop = Loop(engine, model, step, request, input_ids)

@@ -12,6 +12,7 @@ from .arena import why_not_static
 ATTENTION = ("sdpa", "eager")  # what works on a cache that is longer than what is in it
 INPUTS = ("attention_mask", "position_ids", "token_type_ids")  # what grows with the sequence, and how is known
 CONSTANTS = ("logits_to_keep", "use_cache")
+UNREAD = ("tokenizer",)  # criteria have it
 
 
 def find_cache_name(model_kwargs: dict[str, Any]) -> str | None:
@@ -61,6 +62,6 @@ def _why_not_call(model: Any, input_ids: Tensor, config: Any, synced: bool, mode
         return f"the prompt lies on {input_ids.device} and the model on {model.device}"
     if not input_ids.numel():
         return "there are no input_ids"
-    known = (*INPUTS, *CONSTANTS, *ALL_CACHE_NAMES)
+    known = (*INPUTS, *CONSTANTS, *UNREAD, *ALL_CACHE_NAMES)
     other = sorted(key for key, value in model_kwargs.items() if key not in known and value is not None)
     return f"the model is also given {', '.join(other)}" if other else None

@@ -29,6 +29,8 @@ NARROW = {torch.float32, torch.float16, torch.bfloat16}
 
 
 COMPLEX = {torch.complex64, torch.complex32}
+HOOKS = {"_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"}
+HOOKS |= {"_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"}
 
 
 _NUMBERS = {Tensor.item, Tensor.__float__, Tensor.__bool__, Tensor.__int__, Tensor.tolist}
@@ -135,17 +137,19 @@ class Interceptor(TorchFunctionMode):
 
 @contextmanager
 def keep_state(model: nn.Module) -> Iterator[None]:
-    """What a forward stores on the modules (caches, states) is gone afterwards."""
+    """What a forward stores on the modules (caches, states, hooks) is gone afterwards."""
     before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
     buffers = [(b, b.detach().clone(), b._version) for b in model.buffers()]
-    kept = [(value, dict(value)) for _, own, _ in before for key, value in own.items() if type(value) is dict and key[:1] != "_"]
+    owned = [(key, value) for _, own, _ in before for key, value in own.items()]
+    kept = [(value, dict(value)) for key, value in owned if type(value) is dict and key[:1] != "_"]
+    kept += [(value, dict(value)) for key, value in owned if key in HOOKS]
     try:
         yield
     finally:
         for buffer, value, version in buffers:
             if buffer._version != version:  # running means, counters
                 buffer.data.copy_(value)
-        for value, items in kept:  # caches by key
+        for value, items in kept:  # caches by key, hooks by number
             value.clear()
             value.update(items)
         for module, attributes, own in before:

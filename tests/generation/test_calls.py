@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MaxLengthCriteria, StoppingCriteria
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import MaxLengthCriteria, PreTrainedTokenizerFast, StoppingCriteria
 
 from autotp.comm import TPGroup
 from autotp.errors import AutoTPError
@@ -54,6 +56,16 @@ def test_more_eos_tokens_than_a_graph_watches_for(llamas):
     options = OPTIONS | {"eos_token_id": list(range(60, 131))}
     ours, theirs = (model.generate(make_ids(4), **options) for model in llamas)
     assert torch.equal(ours, theirs) and ours.shape[1] < 19
+
+
+def test_stop_strings_of_a_tokenizer_are_watched_for_by_our_loop():
+    ours, theirs = with_engine(tiny("llama")), tiny("llama")
+    words = {f"w{token}": token for token in range(3, 131)} | {"abcdef": 0}  # transformers decodes behind that
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="abcdef")))
+    ids = make_ids(1)
+    word = f"w{theirs.generate(ids, **OPTIONS)[0, 7 + 4]}"
+    made = [model.generate(ids, stop_strings=[word], tokenizer=tokenizer, **OPTIONS) for model in (ours, theirs)]
+    assert torch.equal(*made) and made[0].shape[1] <= 7 + 5 and not engine_of(ours)._said
 
 
 def test_a_prompt_longer_than_the_length_that_a_criterion_allows(llamas):

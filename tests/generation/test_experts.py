@@ -8,6 +8,9 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import autotp
+from autotp.generation.engine import find_engine
+from tests.generation.test_loop import capture_on_cpu, make_prompt
+from tests.models import tiny
 
 TOKENS, NEW = 9, 4
 
@@ -49,3 +52,30 @@ def test_weights_are_copied_for_no_prompt_and_where_ours_read_them_for_no_step(r
     expected = make_model().generate(torch.arange(1, TOKENS + 1)[None], max_new_tokens=NEW, do_sample=False)
     for ran in ranks.run(check_experts, fused, expected):
         assert ran == [(TOKENS, False), *[(1, not fused)] * (NEW - 1)]
+
+
+def generate_all(model):
+    """Tokens of a prompt that is padded on the left and of one that is not, greedy and drawn."""
+    ids, mask = make_prompt()
+    made = []
+    for rows in (slice(3), slice(1, 3)):
+        for do_sample in (False, True):
+            torch.manual_seed(0)
+            call = dict(attention_mask=mask[rows], max_new_tokens=5, do_sample=do_sample)
+            made.append(model.generate(ids[rows], **call))
+    return made
+
+
+def check_router_logits(group, expected):
+    model = autotp.parallelize(tiny("mixtral", num_local_experts=4, output_router_logits=True), group)
+    assert all(map(torch.equal, generate_all(model), expected))
+    capture_on_cpu(find_engine(model))
+    for _ in range(2):
+        assert all(map(torch.equal, generate_all(model), expected))
+    ids = torch.arange(5, 15)[None]
+    assert len(model(ids).router_logits) == 2
+
+
+def test_router_logits_that_the_config_asks_for_are_left_out(ranks):
+    """Their loss takes a mask with an entry for each token of the forward, which a static cache's is not."""
+    ranks.run(check_router_logits, generate_all(tiny("mixtral", num_local_experts=4)))

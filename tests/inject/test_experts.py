@@ -342,3 +342,25 @@ def test_on_ranks(ranks, family, overrides, size, columns):
     calls = ranks.run(check_on_ranks, family, overrides, size=size)
     assert {shape[2] for rank in calls for shape in rank} == columns
     assert all(len(rank) == 2 * FOUND[family] for rank in calls)  # once in evaluation, once in training
+
+
+def check_router_logits(group, sequence_parallel):
+    """Asked for in the config, transformers has hooks that it puts on modules in the first forward collect them."""
+    reference = tiny("mixtral", **BUILD["mixtral"], output_router_logits=True).train()
+    model = autotp.parallelize(copy.deepcopy(reference), group, sequence_parallel=sequence_parallel).train()
+    for rows, length in ((3, 7), (2, 12)):
+        call = batch(reference, rows, rows, length)
+        mine, theirs = model(**call), reference(**call)
+        assert len(mine.router_logits) == len(theirs.router_logits) == 2
+        for name in ("loss", "aux_loss", "router_logits"):
+            torch.testing.assert_close(mine[name], theirs[name], rtol=1e-4, atol=1e-4)
+        mine.loss.backward()
+        theirs.loss.backward()
+    full = full_gradients(model)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(full[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_router_logits_and_their_loss(ranks, sequence_parallel):
+    ranks.run(check_router_logits, sequence_parallel)
