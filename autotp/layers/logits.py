@@ -73,7 +73,7 @@ def _compare_columns(model: nn.Module, head: nn.Linear) -> str | None:
 
 
 @torch.no_grad()
-def _run_path(model: nn.Module, head: nn.Linear, logits: Tensor) -> tuple[Tensor | None, str | None]:
+def _run_path(model: Any, head: nn.Linear, logits: Tensor) -> tuple[Tensor | None, str | None]:
     """The logits that the loss gets when the head returns `logits`; or None and a reason."""
     vocab, seen = head.weight.shape[0], []
 
@@ -90,7 +90,9 @@ def _run_path(model: nn.Module, head: nn.Linear, logits: Tensor) -> tuple[Tensor
     stand_in = _replace_modules(model, {id(base): _Stub(_StubOutput(last_hidden_state=states)), id(head): head_stub})
     stand_in.__dict__["_loss_function"] = capture
     ids = torch.zeros(logits.shape[:2], dtype=torch.int64, device="cpu")
-    output = type(model).forward(stand_in, input_ids=ids, labels=ids, return_dict=True)
+    # The stub has no router logits, whose loss is added behind this one.
+    options = {"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}
+    output = type(model).forward(stand_in, input_ids=ids, labels=ids, return_dict=True, **options)
     if head_stub.calls != 1 or len(seen) != 1:
         return None, f"its forward calls the head {head_stub.calls} times and loss_function {len(seen)} times, not once each"
     if seen[0][1] != vocab:

@@ -12,6 +12,7 @@ from autotp.inject import experts
 from autotp.inject.experts import experts_forward, find_experts
 from autotp.inject.forwards import replace_forward
 from autotp.inject.plan import Fusion
+from autotp.layers.entry import SHARDED_LOSS
 from tests.inject.test_families import full_gradients, run_once
 from tests.models import batch, tiny
 
@@ -348,6 +349,7 @@ def check_router_logits(group, sequence_parallel):
     """Asked for in the config, transformers has hooks that it puts on modules in the first forward collect them."""
     reference = tiny("mixtral", **BUILD["mixtral"], output_router_logits=True).train()
     model = autotp.parallelize(copy.deepcopy(reference), group, sequence_parallel=sequence_parallel).train()
+    assert model.autotp_plan.loss == SHARDED_LOSS
     for rows, length in ((3, 7), (2, 12)):
         call = batch(reference, rows, rows, length)
         mine, theirs = model(**call), reference(**call)
