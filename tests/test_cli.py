@@ -3,6 +3,7 @@ transformers can load."""
 
 import io
 import json
+import subprocess
 import sys
 import time
 
@@ -23,7 +24,6 @@ from autotp.inject.describe import _table, _wrap_cell
 from autotp.inject.plan import Plan
 from autotp.train.verify import VerifyReport
 from tests.command import llama_config, run_cli, save_checkpoint
-from tests.jobs import ROOT, run_job
 
 
 def vit_config():
@@ -233,9 +233,11 @@ def test_verify_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys):
 # -- the script ----------------------------------------------------------------------
 
 
-def test_script_trains_as_torchrun_launches_it(checkpoint, tmp_path):
-    """scripts/train.py, the page people copy, with the options that its docstring names."""
-    args = ["--model", checkpoint, "--data", checkpoint / "text.txt", "--out", tmp_path, "--steps", 4]
-    said = "".join(run_job(ROOT / "scripts" / "train.py", *args, "--seq-length", 16, "--grad-accum", 2, cwd=tmp_path))
-    assert said.count("loss") == 4 and "one whole weight: [32, 32]" in said
+def test_script_trains_under_torchrun(checkpoint, tmp_path):
+    """scripts/train.py, the page people copy, as its docstring says to run it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "scripts/train.py"]
+    command += ["--model", str(checkpoint), "--data", str(checkpoint / "text.txt"), "--out", str(tmp_path), "--steps", "4"]
+    done = subprocess.run([*command, "--seq-length", "16", "--grad-accum", "2"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("loss") == 4 and "one whole weight: [32, 32]" in done.stdout
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_attention_heads == 4

@@ -24,8 +24,7 @@ from autotp.errors import AutoTPError
 from autotp.train.launch import send_message
 from autotp.train.options import TrainOptions
 from autotp.train.paths import nearest_path
-from tests.command import run_cli, save_checkpoint, train_args
-from tests.jobs import JobError, run_job
+from tests.command import finish, run_cli, save_checkpoint, start, train_args
 
 pytestmark = pytest.mark.usefixtures("forked_launch")
 EVENT = dict(step=7, steps=9, loss=2.0, lr=1e-5, tokens_per_s=10.0, mfu=None, memory_gib=1.0)
@@ -135,28 +134,16 @@ def test_accelerate_with_one_process(checkpoint, tmp_path, message, monkeypatch)
     assert "accelerate launch started 1 rank(s), but --tp 2 is 2" in message(*train_args(checkpoint, tmp_path))
 
 
-def fail_in_ranks(directory, args, size):
-    """What the lines of the command say in ranks, or in one process with size 0, that all end with code 2."""
-    script = directory / "join.py"
-    script.write_text("import os, sys\nfrom autotp.cli import main\nos._exit(main(sys.argv[1:]))\n")
-    with pytest.raises(JobError) as failed:
-        run_job(script, *args, cwd=directory, size=size)
-    said = str(failed.value)
-    assert said.count(", exit code 2\n") == max(size, 1) and "Traceback" not in said, said
-    return [line for line in said.splitlines() if line.startswith("autotp: ")]
-
-
-def test_port_in_use(checkpoint, tmp_path, monkeypatch):
+def test_port_in_use(checkpoint, tmp_path):
     """As a launcher without a store of its own starts rank 0, where torchrun's `--master-port` is taken."""
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         env = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
-        for name, value in env.items():
-            monkeypatch.setenv(name, value)
-        said = fail_in_ranks(tmp_path, train_args(checkpoint, tmp_path / "out"), 0)
-    assert len(said) == 2
+        code, _, err = finish(start([], *train_args(checkpoint, tmp_path), **env))
+    said = [line for line in err.splitlines() if line.startswith("autotp: ")]
+    assert code == 2 and len(said) == 2 and "Traceback" not in err
     assert f"port {port} of this machine is in use by another process" in said[0] and "--standalone" in said[0]
 
 
@@ -244,9 +231,10 @@ def test_a_bug_is_one_message_too(checkpoint, tmp_path, message, monkeypatch):
     assert main(train_args(checkpoint, tmp_path)) == 2
 
 
-def test_of_ranks_that_a_launcher_started_one_speaks(checkpoint, tmp_path):
+def test_under_torchrun_one_rank_speaks(checkpoint, tmp_path):
     """Both ranks find that the loss is no number."""
-    args = train_args(checkpoint, tmp_path / "out", "--lr", "1e30", "--steps", 50, "--clip", 0)
-    said = [line for line in fail_in_ranks(tmp_path, args, 2) if line.startswith("autotp: error: ")]
-    assert len(said) == 1 and "step" in said[0] and "not taken" in said[0], said
-    assert (tmp_path / "out" / "autotp.log").read_text().count("=== rank") == 2
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code, _, err = finish(start(launcher, *train_args(checkpoint, tmp_path, "--lr", "1e30", "--steps", 50, "--clip", 0)))
+    said = [line for line in err.splitlines() if line.startswith("autotp: error: ")]
+    assert code and len(said) == 1 and "step" in said[0] and "not taken" in said[0], err
+    assert (tmp_path / "autotp.log").read_text().count("=== rank") == 2

@@ -88,7 +88,7 @@ def _cast(
 
 @on_own_device
 def quantise_stacks(like: Tensor, stacks: Sequence[Stack], dtype: torch.dtype, share: Share | None) -> list[Operands]:
-    """reference_fp8.quantise_stacks, of parts that `fits` says can be read so."""
+    """reference_fp8.quantise_stacks, of stacks that are even."""
     device = like.device
     amax = torch.zeros(len(stacks), dtype=torch.int32, device=device)  # what ranks share, whichever backend each takes
     scales = torch.empty(len(stacks), STEP, dtype=torch.float32, device=device)

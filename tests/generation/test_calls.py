@@ -1,5 +1,7 @@
 """Unusual calls of `generate`, on one rank: the loop gives what transformers' own gives, or leaves the call to it."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,3 +108,31 @@ def test_warm_up_refuses_what_it_would_not_do(llamas):
     with pytest.raises(AutoTPError, match="training mode"):
         warm_up(model.train())
     assert warm_up(model.eval(), 1, 16) == 0
+
+
+def test_graphs_share_a_memory_pool_until_all_are_gone(monkeypatch):
+    """PyTorch refuses a pool whose graphs are gone, as all are where the cache grows."""
+    asked: list[Any] = []
+
+    class Graph:
+        def pool(self):
+            return id(self) if asked[-1] is None else asked[-1]
+
+    def capture(graph, pool, capture_error_mode):
+        asked.append(pool)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    model = with_engine(tiny("llama"))
+    engine = engine_of(model)
+    for number in range(4):
+        step: Any = SimpleNamespace(graph=None, said="decoding", run=lambda model: None)
+        engine.take_step(number, lambda step=step: step)
+        engine.capture(step, model)
+        if number == 1:
+            shared = step.graph.pool()
+            engine.take_cache(model.config, 4, 64)  # which grows
+            assert not engine.steps
+    assert asked[0] is None and asked[1] is not None and shared == asked[1]
+    assert asked[2] is None and asked[3] is not None and not engine.broken
