@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import masking_utils
 
 from ..kernels.decode import decoding
+from ..layers.masks import skipping_masks
 from .arena import ArenaCache
 from .buckets import GRAPH_TOKENS, round_prompt, split_prompt
 from .choose import Head
@@ -102,20 +100,6 @@ class PromptStep:
             self.logits = logits.clone()
         else:
             self.logits.copy_(logits)
-
-
-@contextmanager
-def skipping_masks() -> Iterator[None]:
-    """Within it transformers leaves causal masks to the attention's kernel in captures as it does elsewhere.
-
-    Where it traces it makes every mask, since it must not look at what a padding mask holds; here there is none to look at.
-    """
-    own = masking_utils.is_tracing
-    masking_utils.is_tracing = lambda tensor=None: tensor is not None and own(tensor)
-    try:
-        yield
-    finally:
-        masking_utils.is_tracing = own
 
 
 def fit_graph(form: Form, ids: Tensor, config: Any, mask: Tensor | None) -> int | None:

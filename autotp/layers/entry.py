@@ -24,6 +24,7 @@ from .batch import BatchCheck
 from .cross_entropy import vocab_parallel_cross_entropy
 from .embedding import VocabParallelHead, gather_columns
 from .logits import check_logits_path
+from .masks import watch_positions
 
 __all__ = ["SHARDED_LOSS", "EntryState", "ShardedLoss", "check_logits_path", "install_entry", "remove_entry"]
 
@@ -263,6 +264,7 @@ def install_entry(
     state.handles = [
         model.register_forward_pre_hook(enter_forward, prepend=True, with_kwargs=True),
         model.register_forward_hook(exit_forward, with_kwargs=True, always_call=True),
+        *watch_positions(model),
     ]
 
 

@@ -1,0 +1,135 @@
+"""Masks that transformers is told it need not make: what it is told is what it would have found."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import masking_utils
+
+from autotp.layers import masks
+from autotp.layers.masks import skipping_masks, watch_positions
+from tests.models import DENSE, tiny
+
+FAMILIES = [*DENSE, "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss", "opt", "bloom", "falcon", "gpt2", "gptj"]
+SMALL = {"gpt2": dict(n_embd=64, n_layer=2, n_head=4), "gptj": dict(n_embd=64, n_layer=2, n_head=4, rotary_dim=8)}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Each time that a mask is made: whether transformers was told without looking, and what it would have found."""
+    calls = []
+    told, find = masking_utils.find_packed_sequence_indices, masks._find_packed
+
+    def ask(position_ids):
+        looked = []
+        monkeypatch.setattr(masks, "_find_packed", lambda ids: looked.append(1) or find(ids))
+        found = told(position_ids)
+        calls.append((not looked, found, find(position_ids)))
+        return found
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", ask)
+    return calls
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """As in the capture of a CUDA graph; the masks that attention was given."""
+    given = []
+    own = F.scaled_dot_product_attention
+
+    def attend(*args, attn_mask=None, **kwargs):
+        given.append(attn_mask)
+        return own(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    return given
+
+
+def ids_of(rows):
+    return torch.randint(3, 100, (rows, 12), generator=torch.Generator().manual_seed(rows))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_told_is_what_would_be_found(family, asked):
+    """Whatever the batch holds, padding tokens too."""
+    model = tiny(family, **SMALL.get(family, {}))
+    watch_positions(model)
+    for rows in (1, 2):
+        for ids in (ids_of(rows), torch.zeros(rows, 12, dtype=torch.long), ids_of(rows).index_fill(1, torch.tensor([3, 7]), 0)):
+            model(input_ids=ids, use_cache=False)
+    assert all(found is None and real is None for _, found, real in asked)
+    if family in ("llama", "mistral", "qwen3", "gemma3_text", "mixtral"):  # and where it is asked at all, it does not look
+        assert asked and all(told for told, _, _ in asked)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_packed_sequences_are_found_wherever_positions_come_from(inner, asked):
+    model, packed = tiny("llama"), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3])
+    ids, called = ids_of(1), model.model if inner else model
+    expected = called(input_ids=ids, position_ids=packed.unsqueeze(0), use_cache=False)[0]
+    watch_positions(model)
+    for given in (packed.unsqueeze(0), packed[None].clone(), packed.view(1, -1)):
+        asked.clear()
+        assert torch.equal(called(input_ids=ids, position_ids=given, use_cache=False)[0], expected)
+        assert [told for told, _, _ in asked] == [False] and asked[0][2] is not None
+    positional = called(ids, None, packed.unsqueeze(0), use_cache=False)[0]
+    assert torch.equal(positional, expected)
+    assert not torch.equal(called(input_ids=ids, use_cache=False)[0], expected)
+
+
+def test_nothing_is_told_outside_of_the_forward_nor_after_one_that_failed(asked):
+    model, row = tiny("llama"), torch.arange(12)
+    handles = watch_positions(model)
+    with pytest.raises(IndexError):
+        model(input_ids=ids_of(1) + 1000, use_cache=False)
+    asked.clear()
+    masking_utils.find_packed_sequence_indices(row.unsqueeze(0))
+    assert [told for told, _, _ in asked] == [False]
+    for handle in handles:
+        handle.remove()
+    model(input_ids=ids_of(2), use_cache=False)
+    assert [told for told, _, _ in asked] == [False, False]
+
+
+def test_positions_made_of_the_batch_are_looked_at(asked):
+    """A model that numbers its tokens by what they are, as RoBERTa does, may seem to pack them."""
+    model = tiny("llama")
+    watch_positions(model)
+    inner, forward = model.model, type(model.model).forward
+    inner.forward = lambda input_ids, position_ids=None, **more: forward(
+        inner, input_ids=input_ids, position_ids=(input_ids != 0).cumsum(-1) - 1, **more
+    )
+    ids = ids_of(1).index_fill(1, torch.tensor([3, 7]), 0)
+    model(input_ids=ids, use_cache=False)
+    assert [told for told, _, _ in asked] == [False] and asked[0][2] is not None
+
+
+def test_a_capture_makes_no_masks_that_nobody_needs(capturing):
+    model, ids = tiny("llama"), ids_of(2)
+    model(input_ids=ids, use_cache=False)
+    assert capturing and all(mask is not None for mask in capturing)  # transformers by itself
+    expected = model(input_ids=ids, use_cache=False).logits
+    capturing.clear()
+    watch_positions(model)
+    found = model(input_ids=ids, use_cache=False).logits
+    assert capturing and all(mask is None for mask in capturing)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_capture_keeps_masks_of_padding_and_of_packing(capturing):
+    model, ids = tiny("llama"), ids_of(2)
+    watch_positions(model)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    model(input_ids=ids, attention_mask=mask, use_cache=False)
+    model(input_ids=ids, position_ids=torch.arange(12).expand(2, -1) % 6, use_cache=False)
+    assert len(capturing) == 2 * model.config.num_hidden_layers and all(given is not None for given in capturing)
+
+
+def test_masks_are_skipped_where_the_caller_says_so(capturing):
+    model, ids = tiny("llama"), ids_of(1)
+    positions, cached = torch.arange(12)[None], model.config.num_hidden_layers
+    with skipping_masks():
+        model(input_ids=ids, position_ids=positions, use_cache=True)
+    assert len(capturing) == cached and all(mask is None for mask in capturing)
