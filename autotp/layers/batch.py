@@ -55,6 +55,8 @@ class BatchCheck:
         Raises:
             AutoTPError: some ranks' batches differ, now (CPU) or in the forward checked last (GPU).
         """
+        if self.stream is not None and torch.cuda.is_current_stream_capturing():
+            return  # nothing may be waited for: what is pending is judged after the capture
         self.judge()
         tensors = plain_tensors(args, kwargs)
         lengths = [t.shape[1] for t in tensors.values() if t.dim() > 1]

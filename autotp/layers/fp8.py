@@ -7,7 +7,8 @@ one of its own), so it is kept no longer than this:
 |---|---|
 | an edit that counts, other data, a step of any `torch.optim.Optimizer` | nothing |
 | a backward, or one more forward, where no optimizer that has stepped holds the weight itself | nothing |
-| a forward without gradient, a forward that a CUDA graph captures | is neither read nor written |
+| a forward without gradient | is neither read nor written |
+| a forward that a CUDA graph captures, and all after it | the same: replays may change weights unseen |
 
 Of the second kind are weights with masters elsewhere, FSDP's, frozen ones, and those of `w.data -= lr * w.grad`.
 The first that finds its weight changed has all others' quantised with it, see fp8_together.py.
@@ -48,6 +49,10 @@ class Scaling:
         group: the ranks, and cut: 0 where they have parts of the outputs, 1 of the inputs; None where they have all of it.
         transposed: weights are `[K, N]`.
         together: of the model, what quantises all weights at once.
+
+    Attributes:
+        bad: int32 `[3]`, scales that were not finite; None before the first product.
+        captured: whether a CUDA graph was captured that trains with it.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class Scaling:
         self.recipe, self.name, self.group, self.cut, self.transposed = recipe, name, group, cut, transposed
         self.together = together or Together()
         self.bad: Tensor | None = None
+        self.captured = False
         self._counts: tuple[Tensor, ...] = ()
         self.kept = Kept((recipe, group))
 
@@ -71,7 +77,7 @@ class Scaling:
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "bad": None, "_counts": (), "kept": Kept((self.recipe, self.group))}
+        return {**self.__dict__, "bad": None, "captured": False, "_counts": (), "kept": Kept((self.recipe, self.group))}
 
     def multiply(
         self,
@@ -167,7 +173,11 @@ class Scaling:
     def _read(self, weights: Sequence[Tensor], whole: Tensor | None, keeps: bool, share: Share | None, turned: bool) -> Operands:
         """The operands of all weights, `|w.T|` where `turned`."""
         steps.watch()
-        if not keeps or _is_captured(weights[0]):
+        if keeps and not self.captured and _is_captured(weights[0]):
+            self.captured = True
+            self.together.drop(self.kept)
+            self.kept.forget()
+        if not keeps or self.captured:
             return self._quantise(weights, whole, share, turned)
         kept, forward = self.kept, torch._C._current_graph_task_id() == -1  # and not one that a backward computes again
         if forward and self.recipe.scaling == "tensorwise" and not self.transposed:

@@ -37,8 +37,13 @@ class Together:
             self._known[kept] = None
             kept.weights, kept.turned, kept.bad = tuple(weights), turned, bad
         else:  # computed anew in each forward
-            self._known.pop(kept, None)
-            kept.weights = ()
+            self.drop(kept)
+
+    def drop(self, kept: Kept) -> None:
+        """Quantise these weights with others no more."""
+        self._unread.discard(kept)
+        self._known.pop(kept, None)
+        kept.weights = ()
 
     def forget_unread(self) -> None:
         """Let go of what no forward has used."""

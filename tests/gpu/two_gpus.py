@@ -22,7 +22,7 @@ from autotp.generation.engine import find_engine
 from autotp.groups import init_process_group_from_env
 from autotp.layers.decoding import decoding_step
 from autotp.train.optimizer import MasterOptimizer
-from tests.gpu import data_parallel, drawing, generating, moving_rows, peer_sums
+from tests.gpu import capturing, data_parallel, drawing, generating, moving_rows, peer_sums
 from tests.gpu.checks import CUDA, run_checks
 from tests.inject.test_families import full_gradients
 from tests.models import batch, tiny
@@ -338,6 +338,7 @@ def main():
     checks += [(check_norm_linear, norm) for norm in ("LayerNorm", "RMSNorm")]
     checks += [(check, None) for check in (*peer_sums.CHECKS, *moving_rows.CHECKS, *drawing.CHECKS)]
     checks += generating.CHECKS
+    checks += capturing.CHECKS
     checks += data_parallel.CHECKS
     run_checks(checks, sys.argv[1:])
 

@@ -12,6 +12,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from autotp.errors import AutoTPError, PlanError
 from autotp.groups import resolve_group
 from autotp.layers.base import insert_class, plain_class
+from autotp.layers.batch import BatchCheck
 from autotp.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from autotp.layers.entry import SHARDED_LOSS, ShardedLoss, check_logits_path, install_entry, remove_entry
 from autotp.shard import Shard
@@ -271,6 +272,20 @@ def check_batches(pg):
         model(torch.full((2, 1), 3 + (group.tp_rank == last)))
     quiet = shard_vocabulary(small_model(), group, check_batch=False)
     quiet(**changed)
+
+
+def test_a_capture_waits_for_no_comparison(monkeypatch):
+    """What is pending is judged by the first forward after it."""
+    check, judged = BatchCheck(None), []
+    check.stream, check.pending = object(), ("hashes", "done")  # as after a forward on a GPU
+    monkeypatch.setattr(check, "judge", lambda: judged.append(check.pending))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        check.start((), make_batch())
+    assert judged == [] and check.pending == ("hashes", "done")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    check.start((), {})
+    assert judged == [("hashes", "done")]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autotp
 from autotp.kernels.fp8 import Recipe
-from autotp.layers import fp8_together
+from autotp.layers import fp8, fp8_together
 from autotp.layers.fp8 import ScaledLinear, Scaling
 from autotp.layers.fp8_together import Together
 from tests.models import batch, tiny
@@ -190,6 +190,25 @@ def test_a_model_is_freed_with_its_last_reference():
         assert [each() for each in found] == [None] * 4
     finally:
         gc.enable()
+
+
+def test_what_a_graph_changes_after_its_capture_is_read(counts, monkeypatch):
+    """Its replays step an optimizer that the host does not see, and so do not count."""
+    linears = make_linears()
+    train(linears)
+    assert counts
+    counts.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(fp8, "_is_captured", lambda weight: True)
+        linears[:3](ROWS.clone().requires_grad_()).sum().backward()
+    linears[1](ROWS.clone().requires_grad_())
+    for linear in linears[:3]:
+        linear.weight.data.mul_(2)
+    check_fresh(linears)
+    assert counts == []
+    twin = copy.deepcopy(linears)  # whose weights no graph changes
+    train(twin)
+    assert counts and set(counts) == {COUNT}
 
 
 @pytest.mark.parametrize("how", [None, False, True])
