@@ -163,13 +163,15 @@ def is_elementwise(m: int, dtype: torch.dtype) -> bool:
 def choose_tile(m: int, n: int, k: int, gated: bool, dtype: torch.dtype, small: bool = False) -> Tile:
     """The tile for `m` rows of x, `n` outputs of `k` terms; the best of scripts/bench_decode.py on an H200.
 
-    Weights of 8 bits (`small`) take twice the rows where the whole weight is small (benchmarks/2026-11-29-fp8.md).
+    Weights of 8 bits (`small`) take twice the rows where the whole weight is small (benchmarks/2026-11-29-fp8.md). Of a gated one of
+    more bits two rows are read side by side, in half as wide a block (benchmarks/2026-11-30-two-gpus.md).
     """
     if not is_elementwise(m, dtype):
         if k < 256:
             return Tile(16, 64, 4, 4)
         return Tile(32, 128, 4, 4) if gated else Tile(32, 256, 4, 3) if n >= 32768 else Tile(16, 256, 4, 4)
-    block = next((block for block in (2048, 1024, 512) if k % block == 0), 1024)
+    blocks = (1024, 512) if m == 1 and gated and not small else (2048, 1024, 512)
+    block = next((block for block in blocks if k % block == 0), 1024)
     while block > 64 and block >= 2 * k:
         block //= 2
     rows = 2 if (m == 2 and not gated and block == 2048) or (small and block >= 512 and n * k < 1 << 24) else 1
