@@ -3,13 +3,14 @@
 torchrun --nproc-per-node 2 scripts/bench_fp8.py
 torchrun --nproc-per-node 2 scripts/bench_fp8.py --tiny        (small shapes, to see that it runs)
 torchrun --nproc-per-node 2 scripts/bench_fp8.py --work body --compile default
+torchrun --nproc-per-node 2 scripts/bench_fp8.py --work body --graph     (the step captured as one CUDA graph)
 
 | work | what is measured, by CUDA events, medians |
 |---|---|
 | products | `F.scaled_mm` of 8192 rows by recipe, TFLOP/s; error against float32 beside scales and casts written by hand |
 | operands | both operands of a tensor, GB/s of what a kernel with no cache would move |
 | few | the product of one row, GB/s of the weight |
-| body | forward and backward of 8 decoder layers of Llama-3-8B's shape, 2 x 4096 tokens, and its peak memory |
+| body | forward and backward of 8 decoder layers of Llama-3-8B's shape, 2 x 4096 tokens: alone, and ten in a row; memory |
 | decode | `generate()`, 32 layers, batch 1, 256 tokens after 1024, wall time; bytes of weights |
 
 Every line is rank 0's. The floors are what the data sheet of an H200 promises: 989 TFLOP/s in bf16, 1979 in FP8, 4.8 TB/s.
@@ -20,8 +21,9 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,23 +66,32 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def measure_body(shape: dict[str, Any], device: torch.device, layers: int, tokens: int, recipes: list[str], mode: str) -> None:
-    """Forward and backward of the decoder's body; `mode`: of torch.compile."""
-    if mode != "none":
-        say(f"\ncompiled, mode {mode!r}")
-    say("\nbody, forward and backward", "ms", "of bf16", "peak GiB", "gradient's difference", widths=(34, 11, 11, 11, 30))
+class Way(NamedTuple):
+    """How the body runs: compiled in `mode`; a step as one CUDA graph; with dealt tokens."""
+
+    mode: str = "none"
+    graph: bool = False
+    sequence_parallel: bool = False
+
+
+def measure_body(shape: dict[str, Any], device: torch.device, layers: int, tokens: int, recipes: list[str], way: Way) -> None:
+    """Forward and backward of the decoder's body."""
+    if way != Way():
+        say(f"\n{way}")
+    widths = (34, 11, 11, 17, 11, 24)
+    say("\nbody, forward and backward", "ms", "of bf16", "ms, 10 in a row", "peak GiB", "gradient's difference", widths=widths)
     ids = torch.randint(0, 1024, (2, tokens), generator=torch.Generator().manual_seed(0)).to(device)
-    plan: Any = "auto"
+    options: dict[str, Any] = dict(plan="auto", sequence_parallel=way.sequence_parallel)
     first, grad = 0.0, torch.empty(0)
     for name in ("bf16", *recipes):
         model = build(shape, layers, 1024, device)
-        autotp.parallelize(model, plan=plan, precision=None if name == "bf16" else RECIPES[name])
-        plan = replace(model.autotp_plan, products=())
+        autotp.parallelize(model, precision=None if name == "bf16" else RECIPES[name], **options)
+        options["plan"] = replace(model.autotp_plan, products=())
         with saying_errors(name):
-            ms, peak, own = time_body(model.train(), ids, device, mode)
+            ms, many, peak, own = time_body(model.train(), ids, device, way)
             first, grad = first or ms, grad if grad.numel() else own
             said = f"{((own - grad).norm() / grad.norm()).item():.3f}"
-            say(name, f"{ms:.2f}", f"{ms / first:.3f}", peak, said, widths=(34, 11, 11, 11, 30))
+            say(name, f"{ms:.2f}", f"{ms / first:.3f}", f"{many:.2f}", peak, said, widths=widths)
             if bad := autotp.fp8_report(model):
                 say(f"  not finite: {bad}")
         del model
@@ -88,22 +99,45 @@ def measure_body(shape: dict[str, Any], device: torch.device, layers: int, token
         free(device)
 
 
-def time_body(model: Any, ids: Tensor, device: torch.device, mode: str) -> tuple[float, str, Tensor]:
-    """Milliseconds, peak memory, and one weight's gradient."""
-    body = model.model if mode == "none" else torch.compile(model.model, mode=mode)
+def time_body(model: Any, ids: Tensor, device: torch.device, way: Way) -> tuple[float, float, str, Tensor]:
+    """Milliseconds of a step alone and of each of ten in a row, peak memory, and one weight's gradient."""
+    compiled = way.mode != "none"
+    body = torch.compile(model.model, mode=way.mode) if compiled else model.model
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        if mode != "none":
+        if compiled:
             torch.compiler.cudagraph_mark_step_begin()
         out = body(ids, use_cache=False).last_hidden_state
         out.backward(torch.full_like(out, 1e-4))
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    ms = time_us(step, device, 10) / 1e3
+    run = capture(step, model) if way.graph and device.type == "cuda" else step
+    ms = time_us(run, device, 10) / 1e3
+    start = time.perf_counter()
+    for _ in range(10):
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    many = 100 * (time.perf_counter() - start)
     peak = f"{torch.cuda.max_memory_allocated() / 2**30:.2f}" if device.type == "cuda" else "-"
-    return ms, peak, model.model.layers[0].mlp.up_proj.weight.grad.float()
+    return ms, many, peak, model.model.layers[0].mlp.up_proj.weight.grad.float()
+
+
+def capture(step: Callable[[], None], model: Any) -> Callable[[], None]:
+    """The step as a CUDA graph's replay."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def measure_decode(shape: dict[str, Any], device: torch.device, layers: int, context: int, new: int) -> None:
@@ -144,6 +178,8 @@ def main() -> None:
     parser.add_argument("--tiles", action="store_true", help="one row by every tile, too")
     modes = ("none", "default", "reduce-overhead", "max-autotune")
     parser.add_argument("--compile", choices=modes, default="none", help="torch.compile the body, of bf16 and FP8 alike")
+    parser.add_argument("--graph", action="store_true", help="a step of the body captured as one CUDA graph")
+    parser.add_argument("--sequence-parallel", action="store_true", help="the body with dealt tokens")
     parser.add_argument("--tiny", action="store_true", help="small shapes")
     args = parser.parse_args()
     init_process_group_from_env()
@@ -161,7 +197,8 @@ def main() -> None:
     free(device)
     dist.barrier()
     if "body" in args.work:
-        measure_body(shape, device, layers, 64 if args.tiny else 4096, args.recipes, args.compile)
+        way = Way(args.compile, args.graph, args.sequence_parallel)
+        measure_body(shape, device, layers, 64 if args.tiny else 4096, args.recipes, way)
     if "decode" in args.work:
         measure_decode(shape, device, 2 if args.tiny else 32, 16 if args.tiny else 1024, 8 if args.tiny else 256)
     dist.destroy_process_group()
