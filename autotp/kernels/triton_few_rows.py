@@ -163,8 +163,8 @@ def is_elementwise(m: int, dtype: torch.dtype) -> bool:
 def choose_tile(m: int, n: int, k: int, gated: bool, dtype: torch.dtype, small: bool = False) -> Tile:
     """The tile for `m` rows of x, `n` outputs of `k` terms; the best of scripts/bench_decode.py on an H200.
 
-    Weights of 8 bits (`small`) take twice the rows where the whole weight is small (benchmarks/2026-11-29-fp8.md). Of a gated one of
-    more bits two rows are read side by side, in half as wide a block (benchmarks/2026-11-30-two-gpus.md).
+    Weights of 8 bits (`small`) take twice the rows where the whole weight is small (benchmarks/2026-11-29-fp8.md). Of a gated one
+    of more bits two rows are read side by side, in half as wide a block (benchmarks/2026-11-30-two-gpus.md).
     """
     if not is_elementwise(m, dtype):
         if k < 256:
