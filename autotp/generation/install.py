@@ -21,11 +21,12 @@ from ..errors import AutoTPError
 from ..kernels.dispatch import Problem
 from ..kernels.grouped import rather_not_grouped
 from ..layers.integrations import replace
+from .arena import ArenaCache
 from .choose import Head
 from .engine import Engine, describe, find_engine
 from .loop import Loop, Request, refuse_failures
 from .prompt import PromptStep, fit_graph, read_prompt, take_inputs
-from .serve import CONSTANTS, UNREAD, find_cache_name, why_not
+from .serve import CONSTANTS, NOT_RETURNED, UNREAD, find_cache_name, why_not
 from .step import Form, Step
 
 _installed = False
@@ -122,24 +123,12 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
     check_alike(engine, request.describe(input_ids, mask))
     request.config.disable_compile = True
     engine.refresh(model)
-    inputs = take_inputs(input_ids, {name: value for name, value in model_kwargs.items() if name not in (cache_name, *UNREAD)})
-    longest = max(request.limit - 1, input_ids.shape[1], request.config.max_cache_len or 0)
-    rows, length = engine.bucket(input_ids.shape[0], longest)
     text = model.config.get_text_config(decoder=True)
-    if getattr(text, "output_router_logits", False):  # nothing returns them, and their loss fails on a static cache's mask
-        inputs["output_router_logits"] = False
-    cache = engine.take_cache(text, rows, length)
-    head = Head(model)
-    positions = inputs.get("position_ids")
-    form = Form(
-        rows,
-        length,
-        request.greedy,
-        None if positions is None else tuple(positions.shape[:-2]),
-        "attention_mask" in inputs,
-        inputs.get("token_type_ids") is not None,
-        tuple((name, inputs[name]) for name in (*CONSTANTS, "output_router_logits") if inputs.get(name) is not None),
-    )
+    inputs = take_inputs(input_ids, {name: value for name, value in model_kwargs.items() if name not in (cache_name, *UNREAD)})
+    inputs |= {name: value for name, value in NOT_RETURNED.items() if inputs.get(name) or getattr(text, name, False)}
+    longest = max(request.limit - 1, input_ids.shape[1], request.config.max_cache_len or 0)
+    form = describe_form(*engine.bucket(input_ids.shape[0], longest), request.greedy, inputs)
+    cache, head = engine.take_cache(text, form.rows, form.length), Head(model)
     step = engine.take_step(form, lambda: Step(form, cache, cache_name, engine.group, head))
     loop = Loop(engine, model, step, request, input_ids)
 
@@ -159,11 +148,25 @@ def decode(engine: Engine, model: Any, request: Request, input_ids: Tensor, mode
     sequences = loop.run(read, stepping(model))
     if not request.config.return_dict_in_generate:
         return sequences
-    static = request.config.cache_implementation == "static"
-    kept = StaticCache(config=text, max_cache_len=request.config.max_length - 1) if static else DynamicCache(config=text)
-    cache.copy_to(kept, input_ids.shape[0], sequences.shape[1] - 1)
     made: Any = GenerateDecoderOnlyOutput
+    kept = copy_cache(cache, text, request.config, *sequences.shape)
     return made(sequences=sequences, scores=loop.scores, logits=loop.logits, **{cache_name: kept})
+
+
+def describe_form(rows: int, length: int, greedy: bool, inputs: dict[str, Any]) -> Form:
+    """The form of the steps of a bucket that take `inputs`."""
+    positions = inputs.get("position_ids")
+    leading = None if positions is None else tuple(positions.shape[:-2])
+    extra = tuple((name, inputs[name]) for name in CONSTANTS if inputs.get(name) is not None)
+    return Form(rows, length, greedy, leading, "attention_mask" in inputs, inputs.get("token_type_ids") is not None, extra)
+
+
+def copy_cache(cache: ArenaCache, text: Any, config: Any, rows: int, tokens: int) -> StaticCache | DynamicCache:
+    """What the caller keeps of a generation of `rows` sequences of `tokens`: a cache of the kind that it asked for."""
+    static = config.cache_implementation == "static"
+    kept = StaticCache(config=text, max_cache_len=config.max_length - 1) if static else DynamicCache(config=text)
+    cache.copy_to(kept, rows, tokens - 1)
+    return kept
 
 
 def stepping(model: Any) -> AbstractContextManager[Any]:

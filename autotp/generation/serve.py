@@ -11,7 +11,8 @@ from .arena import why_not_static
 
 ATTENTION = ("sdpa", "eager")  # what works on a cache that is longer than what is in it
 INPUTS = ("attention_mask", "position_ids", "token_type_ids")  # what grows with the sequence, and how is known
-CONSTANTS = ("logits_to_keep", "use_cache")
+NOT_RETURNED = {"output_router_logits": False}  # generate returns none, and their loss fails on a static cache's mask
+CONSTANTS = ("logits_to_keep", "use_cache", *NOT_RETURNED)
 UNREAD = ("tokenizer",)  # criteria have it
 
 

@@ -54,28 +54,31 @@ def test_weights_are_copied_for_no_prompt_and_where_ours_read_them_for_no_step(r
         assert ran == [(TOKENS, False), *[(1, not fused)] * (NEW - 1)]
 
 
-def generate_all(model):
+def generate_all(model, **options):
     """Tokens of a prompt that is padded on the left and of one that is not, greedy and drawn."""
     ids, mask = make_prompt()
     made = []
     for rows in (slice(3), slice(1, 3)):
         for do_sample in (False, True):
             torch.manual_seed(0)
-            call = dict(attention_mask=mask[rows], max_new_tokens=5, do_sample=do_sample)
+            call = dict(attention_mask=mask[rows], max_new_tokens=5, do_sample=do_sample, **options)
             made.append(model.generate(ids[rows], **call))
     return made
 
 
-def check_router_logits(group, expected):
-    model = autotp.parallelize(tiny("mixtral", num_local_experts=4, output_router_logits=True), group)
-    assert all(map(torch.equal, generate_all(model), expected))
+def check_router_logits(group, expected, by_config):
+    model = autotp.parallelize(tiny("mixtral", num_local_experts=4, output_router_logits=by_config), group)
+    options = {} if by_config else dict(output_router_logits=True)
+    assert all(map(torch.equal, generate_all(model, **options), expected))
     capture_on_cpu(find_engine(model))
     for _ in range(2):
-        assert all(map(torch.equal, generate_all(model), expected))
+        assert all(map(torch.equal, generate_all(model, **options), expected))
+    assert find_engine(model).captures > 0  # by our loop
     ids = torch.arange(5, 15)[None]
-    assert len(model(ids).router_logits) == 2
+    assert len(model(ids, **options).router_logits) == 2
 
 
-def test_router_logits_that_the_config_asks_for_are_left_out(ranks):
+@pytest.mark.parametrize("by_config", [True, False])
+def test_router_logits_that_config_or_caller_ask_for_are_left_out(ranks, by_config):
     """Their loss takes a mask with an entry for each token of the forward, which a static cache's is not."""
-    ranks.run(check_router_logits, generate_all(tiny("mixtral", num_local_experts=4)))
+    ranks.run(check_router_logits, generate_all(tiny("mixtral", num_local_experts=4)), by_config)
