@@ -8,11 +8,16 @@ captured, where it can't look, makes a mask, and attention with a mask takes thr
 |---|---|
 | of a model that was given no `position_ids`, and numbers all rows alike | that no sequences are packed, without looking |
 | of the same, or within `skipping_masks` | in a capture, that nothing is traced, where there is no padding mask to look at |
+
+Only transformers' own forwards are known to number tokens so. In others, in forwards that something else replaced or may give
+positions to after the hook here, and in those of any other model, transformers looks.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,7 +30,7 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.utils.import_utils import is_cuda_stream_capturing
 
 _skipping = ContextVar("skipping masks", default=False)
-_numbering = ContextVar("numbering tokens itself", default=False)
+_numbering: ContextVar[weakref.ref[nn.Module] | None] = ContextVar("the model that numbers its tokens itself", default=None)
 _find_packed = masking_utils.find_packed_sequence_indices
 _is_tracing = masking_utils.is_tracing
 
@@ -64,17 +69,37 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     given = kwargs.get("position_ids")
     if given is None and place is not None and place < len(args):
         given = args[place]
-    _numbering.set(given is None)
+    _numbering.set(weakref.ref(model) if given is None and _is_of_transformers(model) else None)
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    """Whether what runs now is a forward as transformers has it, with the arguments that the hook here was given."""
+    kind = type(model).__dict__.get("plain_class", type(model))
+    last = next(reversed(model._forward_pre_hooks.values())) is _begin
+    return last and "forward" not in model.__dict__ and kind.forward.__module__.startswith("transformers.")
 
 
 def _end(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if not torch.compiler.is_compiling():
-        _numbering.set(False)
+        _numbering.set(None)
+
+
+def _is_numbering() -> bool:
+    """Whether the innermost forward that runs is of the model that numbers its tokens.
+
+    Another one may run in a hook, or after Ctrl-C, which ends a forward without its hooks.
+    """
+    known = _numbering.get()
+    model = None if known is None else known()
+    frame = None if model is None else sys._getframe(1)
+    while frame is not None and frame.f_code.co_varnames[:1] != ("self",):
+        frame = frame.f_back
+    return frame is not None and frame.f_locals.get("self") is model
 
 
 def _find_packed_unless_known(position_ids: Tensor) -> Tensor | None:
     """masking_utils.find_packed_sequence_indices of positions `[B, S]`."""
-    if not torch.compiler.is_compiling() and _numbering.get():
+    if not torch.compiler.is_compiling() and _is_numbering():
         row = position_ids._base  # what was made of the batch is no view of one row
         if row is not None and row.ndim == 1:
             return None
@@ -83,7 +108,7 @@ def _find_packed_unless_known(position_ids: Tensor) -> Tensor | None:
 
 def _is_tracing_mask(tensor: Any = None) -> bool:
     """masking_utils.is_tracing: whether `tensor`, a padding mask, if there is one, must not be looked at."""
-    if tensor is None and not torch.compiler.is_compiling() and (_skipping.get() or _numbering.get()):
+    if tensor is None and not torch.compiler.is_compiling() and (_skipping.get() or _is_numbering()):
         return not is_cuda_stream_capturing() and _is_tracing()
     return _is_tracing(tensor)
 

@@ -92,17 +92,77 @@ def test_nothing_is_told_outside_of_the_forward_nor_after_one_that_failed(asked)
     assert [told for told, _, _ in asked] == [False, False]
 
 
-def test_positions_made_of_the_batch_are_looked_at(asked):
-    """A model that numbers its tokens by what they are, as RoBERTa does, may seem to pack them."""
+def make_packed():
+    """Positions `[1, 12]` of packed sequences, a view of one row as those that transformers makes."""
+    return torch.cat([torch.arange(5), torch.arange(7)])[None]
+
+
+def give_in_hook(model):
+    model.register_forward_pre_hook(lambda _, args, kw: (args, {**kw, "position_ids": make_packed()}), with_kwargs=True)
+
+
+def give_in_replaced_forward(model):
+    own = model.forward
+    model.forward = lambda position_ids=None, **kwargs: own(position_ids=make_packed(), **kwargs)
+
+
+def give_in_subclass(model):
+    class Packing(type(model)):
+        def forward(self, input_ids=None, position_ids=None, **kwargs):
+            return super().forward(input_ids=input_ids, position_ids=make_packed(), **kwargs)
+
+    model.__class__ = Packing
+
+
+def give_by_class(model):
+    own = type(model).forward
+
+    class Patched(type(model)):
+        pass
+
+    Patched.forward = lambda self, input_ids=None, position_ids=None, **kw: own(self, input_ids, position_ids=make_packed(), **kw)
+    model.__class__ = Patched
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("give", [give_in_hook, give_in_replaced_forward, give_in_subclass, give_by_class])
+def test_positions_that_others_give_in_the_forward_are_looked_at(give, first, inner, asked):
+    """`first`: before it is watched; `inner`: to the model in the model."""
+    model, ids = tiny("llama"), ids_of(1)
+    expected = model(input_ids=ids, position_ids=make_packed(), use_cache=False)[0]
+    for step in (give, lambda _: watch_positions(model)) if first else (lambda _: watch_positions(model), give):
+        step(model.model if inner else model)
+    asked.clear()
+    assert torch.equal(model(input_ids=ids, use_cache=False)[0], expected)
+    assert [told for told, _, _ in asked] == [False]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_models_that_run_amid_another_ones_forward_are_looked_at(stops, asked):
+    """In a hook, as a teacher may, or after Ctrl-C, which ends a forward without its hooks; of the same config, even."""
     model = tiny("llama")
+    other, ids, found = type(model)(model.config), ids_of(1), []
+    expected = other(input_ids=ids, position_ids=make_packed().clone(), use_cache=False)[0]
     watch_positions(model)
-    inner, forward = model.model, type(model.model).forward
-    inner.forward = lambda input_ids, position_ids=None, **more: forward(
-        inner, input_ids=input_ids, position_ids=(input_ids != 0).cumsum(-1) - 1, **more
-    )
-    ids = ids_of(1).index_fill(1, torch.tensor([3, 7]), 0)
+
+    def interrupt(*_):
+        if stops:
+            raise KeyboardInterrupt
+        found.append(other(input_ids=ids, position_ids=make_packed(), use_cache=False)[0])
+
+    model.model.layers[0].register_forward_hook(interrupt)
+    if stops:
+        with pytest.raises(KeyboardInterrupt):
+            model(input_ids=ids, use_cache=False)
+        found.append(other(input_ids=ids, position_ids=make_packed(), use_cache=False)[0])
+    else:
+        model(input_ids=ids, use_cache=False)
+    assert torch.equal(found[0], expected)
+    model.model.layers[0]._forward_hooks.clear()
+    asked.clear()
     model(input_ids=ids, use_cache=False)
-    assert [told for told, _, _ in asked] == [False] and asked[0][2] is not None
+    assert [told for told, _, _ in asked] == [True]
 
 
 def test_a_capture_makes_no_masks_that_nobody_needs(capturing):
