@@ -76,7 +76,14 @@ def _is_of_transformers(model: nn.Module) -> bool:
     """Whether what runs now is a forward as transformers has it, with the arguments that the hook here was given."""
     kind = type(model).__dict__.get("plain_class", type(model))
     last = next(reversed(model._forward_pre_hooks.values())) is _begin
-    return last and "forward" not in model.__dict__ and kind.forward.__module__.startswith("transformers.")
+    if not last or "forward" in model.__dict__:
+        return False
+    function: Any = kind.forward
+    while function is not None:  # a wrapper says that it is of the module of what it wraps
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def _end(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:

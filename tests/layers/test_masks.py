@@ -1,5 +1,7 @@
 """Masks that transformers is told it need not make: what it is told is what it would have found."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -114,19 +116,27 @@ def give_in_subclass(model):
     model.__class__ = Packing
 
 
-def give_by_class(model):
+def give_by_class(model, wraps=False):
+    """A forward put in place of the class' own."""
     own = type(model).forward
 
     class Patched(type(model)):
         pass
 
-    Patched.forward = lambda self, input_ids=None, position_ids=None, **kw: own(self, input_ids, position_ids=make_packed(), **kw)
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        return own(self, input_ids, position_ids=make_packed(), **kwargs)
+
+    Patched.forward = functools.wraps(own)(forward) if wraps else forward
     model.__class__ = Patched
+
+
+def give_in_wrapper(model):
+    give_by_class(model, wraps=True)
 
 
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("give", [give_in_hook, give_in_replaced_forward, give_in_subclass, give_by_class])
+@pytest.mark.parametrize("give", [give_in_hook, give_in_replaced_forward, give_in_subclass, give_by_class, give_in_wrapper])
 def test_positions_that_others_give_in_the_forward_are_looked_at(give, first, inner, asked):
     """`first`: before it is watched; `inner`: to the model in the model."""
     model, ids = tiny("llama"), ids_of(1)
