@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -69,21 +70,8 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     given = kwargs.get("position_ids")
     if given is None and place is not None and place < len(args):
         given = args[place]
-    _numbering.set(weakref.ref(model) if given is None and _is_of_transformers(model) else None)
-
-
-def _is_of_transformers(model: nn.Module) -> bool:
-    """Whether what runs now is a forward as transformers has it, with the arguments that the hook here was given."""
-    kind = type(model).__dict__.get("plain_class", type(model))
-    last = next(reversed(model._forward_pre_hooks.values())) is _begin
-    if not last or "forward" in model.__dict__:
-        return False
-    function: Any = kind.forward
-    while function is not None:  # a wrapper says that it is of the module of what it wraps
-        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
-            return False
-        function = getattr(function, "__wrapped__", None)
-    return True
+    last = next(reversed(model._forward_pre_hooks.values())) is _begin  # no other one gives positions after it
+    _numbering.set(weakref.ref(model) if given is None and last else None)
 
 
 def _end(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -92,16 +80,24 @@ def _end(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _is_numbering() -> bool:
-    """Whether the innermost forward that runs is of the model that numbers its tokens.
+    """Whether a mask is made by transformers' code alone, called as the model that numbers its tokens.
 
-    Another one may run in a hook, or after Ctrl-C, which ends a forward without its hooks.
+    What stands between may give positions: a patch, a subclass. In a hook, or after Ctrl-C, which ends a forward and runs none,
+    another model may run, or a forward by itself.
     """
     known = _numbering.get()
     model = None if known is None else known()
     frame = None if model is None else sys._getframe(1)
-    while frame is not None and frame.f_code.co_varnames[:1] != ("self",):
+    while frame is not None and not _name(frame).startswith(("transformers.", nn.Module.__module__)):
+        frame = frame.f_back  # what asks for transformers, as here
+    while frame is not None and _name(frame).startswith("transformers."):
         frame = frame.f_back
-    return frame is not None and frame.f_locals.get("self") is model
+    return frame is not None and _name(frame) == nn.Module.__module__ and frame.f_locals.get("self") is model
+
+
+def _name(frame: FrameType) -> str:
+    """Of the module whose code runs there."""
+    return frame.f_globals.get("__name__", "")
 
 
 def _find_packed_unless_known(position_ids: Tensor) -> Tensor | None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import masking_utils
+from transformers.models.llama import modeling_llama
 
 from autotp.layers import masks
 from autotp.layers.masks import skipping_masks, watch_positions
@@ -146,6 +147,42 @@ def test_positions_that_others_give_in_the_forward_are_looked_at(give, first, in
     asked.clear()
     assert torch.equal(model(input_ids=ids, use_cache=False)[0], expected)
     assert [told for told, _, _ in asked] == [False]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_forward_that_is_called_without_its_hooks_is_looked_at(stops, asked):
+    """In its own course, or after Ctrl-C."""
+    model, ids, found = tiny("llama"), ids_of(1), []
+    expected = model.model(input_ids=ids, position_ids=make_packed(), use_cache=False)[0]
+    watch_positions(model)
+
+    def call(*_):
+        hook.remove()
+        assert masking_utils.find_packed_sequence_indices(make_packed()) is not None
+        if stops:
+            raise KeyboardInterrupt
+        found.append(model.model.forward(input_ids=ids, position_ids=make_packed(), use_cache=False)[0])
+
+    hook = model.model.layers[0].register_forward_hook(call)
+    if stops:
+        with pytest.raises(KeyboardInterrupt):
+            model(input_ids=ids, use_cache=False)
+        found.append(model.model.forward(input_ids=ids, position_ids=make_packed(), use_cache=False)[0])
+    else:
+        model(input_ids=ids, use_cache=False)
+    assert torch.equal(found[0], expected)
+
+
+def test_positions_that_a_patch_of_the_mask_gives_are_looked_at(monkeypatch, asked):
+    model, ids = tiny("llama"), ids_of(1)
+    own = modeling_llama.create_causal_mask
+    monkeypatch.setattr(
+        modeling_llama, "create_causal_mask", lambda *args, **kw: own(*args, **{**kw, "position_ids": make_packed()})
+    )
+    expected = model(input_ids=ids, use_cache=False)[0]
+    watch_positions(model)
+    assert torch.equal(model(input_ids=ids, use_cache=False)[0], expected)
+    assert [told for told, _, _ in asked] == [False, False]
 
 
 @pytest.mark.parametrize("stops", [False, True])
