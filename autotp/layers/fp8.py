@@ -8,7 +8,7 @@ one of its own), so it is kept no longer than this:
 | an edit that counts, other data, a step of any `torch.optim.Optimizer` | nothing |
 | a backward, or one more forward, where no optimizer that has stepped holds the weight itself | nothing |
 | a forward without gradient | is neither read nor written |
-| a forward that a CUDA graph captures, and all after it | the same: replays may change weights unseen |
+| a forward, or its optimizer's step, that a CUDA graph captures, and all after it | the same: replays may change weights unseen |
 
 Of the second kind are weights with masters elsewhere, FSDP's, frozen ones, and those of `w.data -= lr * w.grad`.
 The first that finds its weight changed has all others' quantised with it, see fp8_together.py.
@@ -35,7 +35,7 @@ from ..kernels.fp8_scaled import LIMITS, Operands, Quantised, Share, why_not_fp8
 from ..kernels.fp8_traced import multiply_traced
 from ..kernels.product import ProductSpec
 from ..row_collectives import pad_rows
-from .fp8_kept import Kept, steps
+from .fp8_kept import Kept, is_captured, steps
 from .fp8_together import Together
 
 OPERANDS = ("inputs", "weights", "gradients")
@@ -52,7 +52,7 @@ class Scaling:
 
     Attributes:
         bad: int32 `[3]`, scales that were not finite; None before the first product.
-        captured: whether a CUDA graph was captured that trains with it.
+        captured: whether a CUDA graph was captured that trains with it, or steps its weights.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Scaling:
     def _read(self, weights: Sequence[Tensor], whole: Tensor | None, keeps: bool, share: Share | None, turned: bool) -> Operands:
         """The operands of all weights, `|w.T|` where `turned`."""
         steps.watch()
-        if keeps and not self.captured and _is_captured(weights[0]):
+        if keeps and not self.captured and (is_captured(weights[0]) or any(map(steps.replays, weights))):
             self.captured = True
             self.together.drop(self.kept)
             self.kept.forget()
@@ -198,10 +198,6 @@ class Scaling:
         whole = whole.t() if self.transposed else whole
         how: Any = dict(columns=turned, cut=self.cut, share=share, bad=self._counts[1])
         return quantise(whole, self.recipe.weight_scaling, **how)
-
-
-def _is_captured(weight: Tensor) -> bool:
-    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 _multiply_uncompiled: Callable[..., Any] = torch.compiler.disable(Scaling.multiply)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -23,6 +24,7 @@ class Steps:
     def __init__(self) -> None:
         self.count = 0
         self._held: dict[int, weakref.ref] = {}
+        self._replayed: dict[int, weakref.ref] = {}
         self._known: weakref.WeakSet = weakref.WeakSet()
         self._hook: Any = None
 
@@ -33,15 +35,33 @@ class Steps:
 
     def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.count += 1
-        if optimizer not in self._known:
+        firsts = [p for group in optimizer.param_groups for p in group["params"][:1]]
+        captured = not torch.compiler.is_compiling() and any(map(is_captured, firsts))  # a compiled step is counted each time
+        if optimizer not in self._known or captured:
             self._known.add(optimizer)
             for group in optimizer.param_groups:
-                self._held.update((id(p), weakref.ref(p)) for p in group["params"])
+                found = {id(p): weakref.ref(p) for p in group["params"]}
+                self._held.update(found)
+                if captured:
+                    self._replayed.update(found)
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether an optimizer that has stepped holds this very tensor."""
-        held = self._held.get(id(parameter))
-        return held is not None and held() is parameter
+        return _is_in(self._held, parameter)
+
+    def replays(self, parameter: Tensor) -> bool:
+        """Whether a CUDA graph was captured of a step of an optimizer that holds it: replays change it unseen."""
+        return bool(self._replayed) and _is_in(self._replayed, parameter)
+
+
+def is_captured(weight: Tensor) -> bool:
+    """Whether a CUDA graph captures what happens to it now."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _is_in(found: dict[int, weakref.ref], parameter: Tensor) -> bool:
+    known = found.get(id(parameter))
+    return known is not None and known() is parameter
 
 
 steps = Steps()  # the hook is one for all optimizers, so is what it counts

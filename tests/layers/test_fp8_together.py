@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autotp
 from autotp.kernels.fp8 import Recipe
-from autotp.layers import fp8, fp8_together
+from autotp.layers import fp8, fp8_kept, fp8_together
 from autotp.layers.fp8 import ScaledLinear, Scaling
 from autotp.layers.fp8_together import Together
 from tests.models import batch, tiny
@@ -199,7 +199,7 @@ def test_what_a_graph_changes_after_its_capture_is_read(counts, monkeypatch):
     assert counts
     counts.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(fp8, "_is_captured", lambda weight: True)
+        patch.setattr(fp8, "is_captured", lambda weight: True)
         linears[:3](ROWS.clone().requires_grad_()).sum().backward()
     linears[1](ROWS.clone().requires_grad_())
     for linear in linears[:3]:
@@ -209,6 +209,23 @@ def test_what_a_graph_changes_after_its_capture_is_read(counts, monkeypatch):
     twin = copy.deepcopy(linears)  # whose weights no graph changes
     train(twin)
     assert counts and set(counts) == {COUNT}
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_what_a_graph_of_the_optimizer_alone_changes_is_read(scaling, monkeypatch):
+    """Forwards go on as before, and nothing counts what its replays do."""
+    linears = make_linears(scaling)
+    train(linears)
+    optimizer = torch.optim.SGD(linears[:3].parameters(), lr=0.1)
+    check_fresh(linears).sum().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(fp8_kept, "is_captured", lambda weight: True)
+        optimizer.step()
+    check_fresh(linears).sum().backward()
+    for linear in linears[:3]:
+        linear.weight.data.mul_(2)
+    check_fresh(linears)
+    assert [linear.scaling.captured for linear in linears] == [True] * 3 + [False] * 2
 
 
 @pytest.mark.parametrize("how", [None, False, True])

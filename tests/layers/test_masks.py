@@ -1,9 +1,12 @@
 """Masks that transformers is told it need not make: what it is told is what it would have found."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import masking_utils
+from transformers.models.llama import modeling_llama
 
 from autotp.layers import masks
 from autotp.layers.masks import skipping_masks, watch_positions
@@ -92,17 +95,121 @@ def test_nothing_is_told_outside_of_the_forward_nor_after_one_that_failed(asked)
     assert [told for told, _, _ in asked] == [False, False]
 
 
-def test_positions_made_of_the_batch_are_looked_at(asked):
-    """A model that numbers its tokens by what they are, as RoBERTa does, may seem to pack them."""
-    model = tiny("llama")
+def make_packed():
+    """Positions `[1, 12]` of packed sequences, a view of one row as those that transformers makes."""
+    return torch.cat([torch.arange(5), torch.arange(7)])[None]
+
+
+def give_in_hook(model):
+    model.register_forward_pre_hook(lambda _, args, kw: (args, {**kw, "position_ids": make_packed()}), with_kwargs=True)
+
+
+def give_in_replaced_forward(model):
+    own = model.forward
+    model.forward = lambda position_ids=None, **kwargs: own(position_ids=make_packed(), **kwargs)
+
+
+def give_in_subclass(model):
+    class Packing(type(model)):
+        def forward(self, input_ids=None, position_ids=None, **kwargs):
+            return super().forward(input_ids=input_ids, position_ids=make_packed(), **kwargs)
+
+    model.__class__ = Packing
+
+
+def give_by_class(model, wraps=False):
+    """A forward put in place of the class' own."""
+    own = type(model).forward
+
+    class Patched(type(model)):
+        pass
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        return own(self, input_ids, position_ids=make_packed(), **kwargs)
+
+    Patched.forward = functools.wraps(own)(forward) if wraps else forward
+    model.__class__ = Patched
+
+
+def give_in_wrapper(model):
+    give_by_class(model, wraps=True)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("give", [give_in_hook, give_in_replaced_forward, give_in_subclass, give_by_class, give_in_wrapper])
+def test_positions_that_others_give_in_the_forward_are_looked_at(give, first, inner, asked):
+    """`first`: before it is watched; `inner`: to the model in the model."""
+    model, ids = tiny("llama"), ids_of(1)
+    expected = model(input_ids=ids, position_ids=make_packed(), use_cache=False)[0]
+    for step in (give, lambda _: watch_positions(model)) if first else (lambda _: watch_positions(model), give):
+        step(model.model if inner else model)
+    asked.clear()
+    assert torch.equal(model(input_ids=ids, use_cache=False)[0], expected)
+    assert [told for told, _, _ in asked] == [False]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_forward_that_is_called_without_its_hooks_is_looked_at(stops, asked):
+    """In its own course, or after Ctrl-C."""
+    model, ids, found = tiny("llama"), ids_of(1), []
+    expected = model.model(input_ids=ids, position_ids=make_packed(), use_cache=False)[0]
     watch_positions(model)
-    inner, forward = model.model, type(model.model).forward
-    inner.forward = lambda input_ids, position_ids=None, **more: forward(
-        inner, input_ids=input_ids, position_ids=(input_ids != 0).cumsum(-1) - 1, **more
+
+    def call(*_):
+        hook.remove()
+        assert masking_utils.find_packed_sequence_indices(make_packed()) is not None
+        if stops:
+            raise KeyboardInterrupt
+        found.append(model.model.forward(input_ids=ids, position_ids=make_packed(), use_cache=False)[0])
+
+    hook = model.model.layers[0].register_forward_hook(call)
+    if stops:
+        with pytest.raises(KeyboardInterrupt):
+            model(input_ids=ids, use_cache=False)
+        found.append(model.model.forward(input_ids=ids, position_ids=make_packed(), use_cache=False)[0])
+    else:
+        model(input_ids=ids, use_cache=False)
+    assert torch.equal(found[0], expected)
+
+
+def test_positions_that_a_patch_of_the_mask_gives_are_looked_at(monkeypatch, asked):
+    model, ids = tiny("llama"), ids_of(1)
+    own = modeling_llama.create_causal_mask
+    monkeypatch.setattr(
+        modeling_llama, "create_causal_mask", lambda *args, **kw: own(*args, **{**kw, "position_ids": make_packed()})
     )
-    ids = ids_of(1).index_fill(1, torch.tensor([3, 7]), 0)
+    expected = model(input_ids=ids, use_cache=False)[0]
+    watch_positions(model)
+    assert torch.equal(model(input_ids=ids, use_cache=False)[0], expected)
+    assert [told for told, _, _ in asked] == [False, False]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_models_that_run_amid_another_ones_forward_are_looked_at(stops, asked):
+    """In a hook, as a teacher may, or after Ctrl-C, which ends a forward without its hooks; of the same config, even."""
+    model = tiny("llama")
+    other, ids, found = type(model)(model.config), ids_of(1), []
+    expected = other(input_ids=ids, position_ids=make_packed().clone(), use_cache=False)[0]
+    watch_positions(model)
+
+    def interrupt(*_):
+        if stops:
+            raise KeyboardInterrupt
+        found.append(other(input_ids=ids, position_ids=make_packed(), use_cache=False)[0])
+
+    model.model.layers[0].register_forward_hook(interrupt)
+    if stops:
+        with pytest.raises(KeyboardInterrupt):
+            model(input_ids=ids, use_cache=False)
+        found.append(other(input_ids=ids, position_ids=make_packed(), use_cache=False)[0])
+    else:
+        model(input_ids=ids, use_cache=False)
+    assert torch.equal(found[0], expected)
+    model.model.layers[0]._forward_hooks.clear()
+    asked.clear()
     model(input_ids=ids, use_cache=False)
-    assert [told for told, _, _ in asked] == [False] and asked[0][2] is not None
+    assert [told for told, _, _ in asked] == [True]
 
 
 def test_a_capture_makes_no_masks_that_nobody_needs(capturing):
