@@ -182,6 +182,10 @@ def main() -> None:
     parser.add_argument("--sequence-parallel", action="store_true", help="the body with dealt tokens")
     parser.add_argument("--tiny", action="store_true", help="small shapes")
     args = parser.parse_args()
+    if args.graph and args.compile != "none":
+        parser.error("--graph captures the step as it is: leave --compile out")
+    if args.graph and not torch.cuda.is_available():
+        parser.error("--graph needs GPUs")
     init_process_group_from_env()
     device = local_device()
     shape, scale = (TINY, 16) if args.tiny else (SHAPE, 1)
