@@ -100,8 +100,8 @@ def _scale(x: Tensor, amax: Tensor, dtype: torch.dtype, bad: Tensor | None) -> t
     if bad is not None:
         bad.add_((~amax.isfinite()).sum())
     amax = amax.clamp(min=LEAST_AMAX)  # keeps what is no number
-    factor = torch.full_like(amax, limit) / amax  # `limit / amax` would be a reciprocal, rounded twice
-    return (x * factor).clamp(-limit, limit).to(dtype), amax / limit
+    limits = torch.full_like(amax, limit)  # a number in place of it would be divided by its reciprocal on a GPU, rounded twice
+    return (x * (limits / amax)).clamp(-limit, limit).to(dtype), amax / limits
 
 
 def dequantise(operand: Quantised) -> Tensor:

@@ -36,7 +36,8 @@ def check_operands(dtypes: list[torch.dtype], device: str) -> list[str]:
                     continue
                 differ = (mine.values.view(torch.uint8) != true.values.view(torch.uint8)).sum().item()
                 if differ or not torch.equal(mine.scale, true.scale):
-                    wrong.append(f"{side} of {name}: {differ} of {mine.values.numel()} differ")
+                    scales = (mine.scale != true.scale).sum().item() if mine.scale.shape == true.scale.shape else mine.scale.shape
+                    wrong.append(f"{side} of {name}: {differ} of {mine.values.numel()} differ, and scales: {scales}")
     return wrong
 
 
