@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 
+import autotp
 from autotp.layers import masks
 from autotp.layers.masks import skipping_masks, watch_positions
 from tests.models import DENSE, tiny
@@ -210,6 +211,25 @@ def test_models_that_run_amid_another_ones_forward_are_looked_at(stops, asked):
     asked.clear()
     model(input_ids=ids, use_cache=False)
     assert [told for told, _, _ in asked] == [True]
+
+
+def count_looks(group, options):
+    """How often a parallelized model looks for packed sequences: in steps without positions, and in one with them."""
+    model, looks, find = autotp.parallelize(tiny("llama"), group, **options).train(), [], masks._find_packed
+    masks._find_packed = lambda ids: looks.append(1) or find(ids)
+    try:
+        for given in ({}, {}, {"position_ids": make_packed()}):
+            if given:
+                assert looks == []
+            model(input_ids=ids_of(1), labels=ids_of(1), use_cache=False, **given).loss.backward()
+    finally:
+        masks._find_packed = find
+    return len(looks)
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}, {"precision": autotp.Recipe(least=16)}], ids=str)
+def test_a_parallelized_model_does_not_look(options, ranks):
+    assert ranks.run(count_looks, options, size=2) == [1, 1]
 
 
 def test_a_capture_makes_no_masks_that_nobody_needs(capturing):
