@@ -113,7 +113,7 @@ def time_body(model: Any, ids: Tensor, device: torch.device, way: Way) -> tuple[
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    run = capture(step, model) if way.graph and device.type == "cuda" else step
+    run = capture(step, model) if way.graph else step
     ms = time_us(run, device, 10) / 1e3
     start = time.perf_counter()
     for _ in range(10):

@@ -46,7 +46,6 @@ def capturing(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
     return given
 
 
