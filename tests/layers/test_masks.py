@@ -149,6 +149,22 @@ def test_positions_that_others_give_in_the_forward_are_looked_at(give, first, in
     assert [told for told, _, _ in asked] == [False]
 
 
+def test_positions_that_transformers_makes_of_the_batch_are_looked_at(asked):
+    """As RoBERTa numbers tokens by what they are: padding in a row may seem to begin a sequence."""
+    model, ids = tiny("llama"), ids_of(1).index_fill(1, torch.tensor([3, 7]), 0)
+    made = {"__name__": "transformers.models.made_up", "own": type(model.model).forward}
+    exec(
+        "def forward(self, input_ids=None, position_ids=None, **kwargs):\n"
+        "    return own(self, input_ids, position_ids=(input_ids != 0).cumsum(-1) - 1, **kwargs)",
+        made,
+    )
+    model.model.__class__ = type("MadeUp", (type(model.model),), {"forward": made["forward"]})
+    expected = model(input_ids=ids, use_cache=False)[0]
+    watch_positions(model)
+    assert torch.equal(model(input_ids=ids, use_cache=False)[0], expected)
+    assert [told for told, _, _ in asked] == [False, False] and asked[0][2] is not None
+
+
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_forward_that_is_called_without_its_hooks_is_looked_at(stops, asked):
     """In its own course, or after Ctrl-C."""
